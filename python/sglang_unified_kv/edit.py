@@ -63,7 +63,7 @@ class Edit:
         why: why this place.
         params: parameter list of the upstream callable, ``"self, req, *, up_to, **kwargs"``.
         fingerprint: first 16 hex digits of SHA-256 over the upstream source, or :data:`ABSENT`.
-        ours: our callable or value; ``None`` for ``RELIES_ON``.
+        ours: our callable or value, or its dotted name where it is not applied; ``None`` for ``RELIES_ON``.
     """
 
     target: str
@@ -80,8 +80,8 @@ class Edit:
 
     @property
     def ours_name(self) -> str:
-        if self.ours is None:
-            return "-"
+        if self.ours is None or isinstance(self.ours, str):
+            return self.ours or "-"
         module = getattr(self.ours, "__module__", type(self.ours).__module__)
         return f"{module}.{getattr(self.ours, '__qualname__', repr(self.ours))}"
 
@@ -202,9 +202,9 @@ class Series:
         """Decorator: ours becomes a new member of an upstream class or module."""
         return self._declare(Kind.MEMBER, target, fingerprint=ABSENT, **fields)
 
-    def override(self, target: str, **fields: Any) -> Callable[[Any], Any]:
-        """Decorator on a method of our subclass: the upstream method it overrides is checked."""
-        return self._declare(Kind.OVERRIDE, target, **fields)
+    def override(self, target: str, *, ours: str, **fields: Any) -> None:
+        """Declare that the method ``ours`` of a subclass overrides ``target``; upstream's is checked."""
+        self.add(Edit(target=target, kind=Kind.OVERRIDE, ours=ours, **fields))
 
     def registry(self, target: str, **fields: Any) -> Callable[[Any], Any]:
         """Decorator: ours becomes the entry ``module:NAME[key]`` of an upstream dict."""

@@ -1,0 +1,182 @@
+"""CheckpointStore: prefix hash -> record. Decides which record lives in which host slot.
+
+The store knows slots, not bytes: :class:`~sglang_unified_kv.checkpoint.staging.RecordPool` holds the bytes.
+Every decision is a pure function of the calls made, in order, so that ranks that make the same calls agree.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass
+class Record:
+    """A published checkpoint.
+
+    Attributes:
+        key: hash of the token prefix, the page hash of the page that ends at ``boundary``.
+        boundary: tokens of the prefix.
+        slot: host slot of its bytes.
+        mixed: captured by another run than the one whose pages the tree kept.
+        pins: restores that still need the slot.
+        live: False once the store no longer offers it (its slot is freed with the last pin).
+    """
+
+    key: str
+    boundary: int
+    slot: int
+    mixed: bool
+    pins: int = 0
+    live: bool = True
+
+
+class Published(Enum):
+    """What :meth:`CheckpointStore.publish` did with a capture."""
+
+    NEW = "new"
+    REPLACED = "replaced"
+    KEPT_EXISTING = "kept existing"
+
+
+class CheckpointStore:
+    """Records by prefix hash, least recently used first out.
+
+    A slot is *free*, *reserved* (a capture writes it, nobody can find it) or *published*. Only
+    ``reserve`` evicts. Nothing here may be called but from the scheduler's thread.
+
+    Args:
+        capacity: records, at least 1.
+        page_size: tokens per page.
+    """
+
+    def __init__(self, capacity: int, page_size: int):
+        if capacity < 1:
+            raise ValueError(f"a checkpoint store needs at least one record, got {capacity}")
+        self.capacity = capacity
+        self.page_size = page_size
+        self.evictions = 0
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._records
+
+    def clear(self) -> None:
+        """Forget everything. Only when nothing is reserved or pinned by a running forward."""
+        self._free = list(range(self.capacity - 1, -1, -1))
+        self._reserved: set[int] = set()
+        # Order is the logical clock: oldest use first.
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._retired: dict[int, Record] = {}
+
+    def reserve(self) -> int | None:
+        """A slot for a new capture, evicting the least recently used unpinned record if none is free.
+
+        Returns None when every slot is reserved or pinned.
+        """
+        if not self._free:
+            victim = next((r for r in self._records.values() if r.pins == 0), None)
+            if victim is None:
+                return None
+            self.remove(victim.key)
+            self.evictions += 1
+        slot = self._free.pop()
+        self._reserved.add(slot)
+        return slot
+
+    def discard(self, slot: int) -> None:
+        """Give a reserved slot back unpublished."""
+        self._reserved.remove(slot)
+        self._free.append(slot)
+
+    def publish(
+        self, key: str, boundary: int, slot: int, *, replace: bool, mixed: bool
+    ) -> Published:
+        """Make the capture in a reserved slot the record of ``key``.
+
+        Args:
+            replace: the tree adopted new pages for this boundary, so an existing record is void;
+                otherwise an existing record stays and the slot is given back.
+            mixed: recorded as :attr:`Record.mixed`.
+        """
+        existing = self._records.get(key)
+        if existing is not None and not replace:
+            self.discard(slot)
+            return Published.KEPT_EXISTING
+        if existing is not None:
+            self.remove(key)
+        self._reserved.remove(slot)
+        self._records[key] = Record(key, boundary, slot, mixed)
+        return Published.NEW if existing is None else Published.REPLACED
+
+    def remove(self, key: str) -> bool:
+        """Stop offering the record of ``key``; its slot is freed now or with its last pin."""
+        record = self._records.pop(key, None)
+        if record is None:
+            return False
+        record.live = False
+        if record.pins:
+            self._retired[record.slot] = record
+        else:
+            self._free.append(record.slot)
+        return True
+
+    def deepest(self, chain: Sequence[str], limit: int) -> int:
+        """Deepest boundary not beyond ``limit`` tokens of which a record is there; 0 if none.
+
+        Args:
+            chain: page hashes of the prefix; ``chain[i]`` identifies boundary ``(i + 1) * page_size``.
+        """
+        for pages in range(min(limit // self.page_size, len(chain)), 0, -1):
+            if chain[pages - 1] in self._records:
+                return pages * self.page_size
+        return 0
+
+    def touch(self, key: str) -> None:
+        """Count a use of the record of ``key``, if it is there."""
+        if key in self._records:
+            self._records.move_to_end(key)
+
+    def pin(self, key: str) -> Record | None:
+        """Keep the record's slot until :meth:`unpin`; None if there is no such record."""
+        record = self._records.get(key)
+        if record is not None:
+            record.pins += 1
+            self._records.move_to_end(key)
+        return record
+
+    def unpin(self, record: Record) -> None:
+        """Release one pin. A pin from before :meth:`clear` is void and ignored."""
+        current = self._records.get(record.key) if record.live else self._retired.get(record.slot)
+        if current is not record:
+            return
+        record.pins -= 1
+        if record.pins == 0 and not record.live:
+            del self._retired[record.slot]
+            self._free.append(record.slot)
+
+    @property
+    def reserved(self) -> int:
+        """Slots held by captures that are not published yet."""
+        return len(self._reserved)
+
+    @property
+    def pinned(self) -> int:
+        """Records that a restore still needs."""
+        return sum(1 for r in self._records.values() if r.pins) + len(self._retired)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot has exactly one owner and all counts are sane."""
+        published = [r.slot for r in self._records.values()]
+        owners = self._free + list(self._reserved) + published + list(self._retired)
+        assert sorted(owners) == list(range(self.capacity)), "a slot is lost or owned twice"
+        for key, record in self._records.items():
+            assert record.key == key and record.live and record.pins >= 0, record
+            assert record.boundary > 0 and record.boundary % self.page_size == 0, record
+        for slot, record in self._retired.items():
+            assert record.slot == slot and not record.live and record.pins > 0, record

@@ -1,0 +1,158 @@
+"""Builds the checkpoint manager from the engine's pools, and sizes its memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
+from sglang.srt.mem_cache.pool_host.common import (
+    ALLOC_MEMORY_FUNCS,
+    _cuda_host_unregister,
+    get_allocator_from_storage,
+)
+
+from .. import engage
+from ..checkpoint.layout import CheckpointLayout, Kind
+from ..checkpoint.manager import CheckpointManager
+from ..checkpoint.policy import Grid
+from ..checkpoint.rings import Ring
+from ..checkpoint.staging import RecordMover, staging_slots
+from ..checkpoint.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    from ..config import Settings
+
+logger = logging.getLogger(__name__)
+
+OVERLAP_ROWS = 4
+"""C4 state rows before a boundary that the first compressed row behind it reads."""
+
+
+def stride_of(settings: Settings) -> int:
+    """Pages between captures: the flag, or every page."""
+    return settings.offload_page_stride or 1
+
+
+def rings_of(pool: DeepSeekV4TokenToKVPool) -> list[Ring]:
+    """Window, attention-state and indexer-state rings of the target model, in record order."""
+    first = pool._stage_start
+    rings = [
+        Ring.of(Kind.WINDOW, first + i, buffer, pool.unified_swa_ring_size)
+        for i, buffer in enumerate(pool.unified_kv_pool.kv_buffer)
+    ]
+    for kind, states in (
+        (Kind.ATTENTION_STATE, pool.compress_state_pools),
+        (Kind.INDEXER_STATE, pool.indexer_compress_state_pools),
+    ):
+        rings += [
+            Ring.of(kind, layer, state.kv_score_buffer.kv_score, state.ring_size)
+            for layer, state in enumerate(states)
+            if state is not None and state.ratio == 4
+        ]
+    return rings
+
+
+def build_manager(
+    cache: UnifiedRadixCache, pool: DeepSeekV4TokenToKVPool, params: CacheInitParams
+) -> CheckpointManager:
+    """Allocate staging and host pool and put the manager together.
+
+    Raises:
+        ValueError: the host budget holds no record, or exceeds free host memory.
+    """
+    settings = engage.current().settings
+    rings = rings_of(pool)
+    layout = CheckpointLayout.of(
+        [r.spec for r in rings],
+        page_size=cache.page_size,
+        window=pool.unified_swa_window,
+        overlap=OVERLAP_ROWS,
+    )
+    stride = stride_of(settings)
+    device = torch.device(pool.device)
+    slots = staging_slots(
+        step_tokens=stride * cache.page_size,
+        chunk_tokens=max(params.chunked_prefill_size or 0, 0),
+        context_tokens=params.req_to_token_pool.max_context_len,
+        override=settings.state_staging_pages,
+    )
+    host_pages = cache.cache_controller.mem_pool_host.size // cache.page_size
+    sizes = torch.tensor([host_records(settings, layout, host_pages // stride), slots])
+    # Once, so that every rank evicts and drops alike (invariant 2).
+    cache._all_reduce(sizes, torch.distributed.ReduceOp.MIN)
+    records, slots = sizes.tolist()
+    logger.info(
+        "Checkpoints engaged: %d records of %.3f MB, %.2f GB host memory, %d staging slots "
+        "(%.3f GB device memory), stride %d pages, layout %s.",
+        records,
+        layout.record_bytes / 1e6,
+        records * layout.record_bytes / 1e9,
+        slots,
+        slots * layout.record_bytes / 1e9,
+        stride,
+        layout.fingerprint[:16],
+    )
+    mover = RecordMover(layout, _host_tensor(records, layout.record_bytes, device), slots, device)
+    return CheckpointManager(
+        CheckpointStore(records, cache.page_size),
+        mover,
+        rings,
+        Grid(cache.page_size, stride),
+        strict_provenance=settings.provenance == "strict",
+    )
+
+
+def host_records(settings: Settings, layout: CheckpointLayout, wanted: int) -> int:
+    """Records of the host pool: the budget flag, or ``wanted`` capped at a quarter of free host memory.
+
+    Raises:
+        ValueError: the budget holds no record, or exceeds what is free.
+    """
+    free = host_memory_budget_bytes()
+    budget = settings.checkpoint_host_gb
+    if budget is None:
+        fitting = free // 4 // layout.record_bytes
+        if wanted > fitting:
+            logger.warning(
+                "The checkpoint host pool is capped at a quarter of free host memory: %d records instead "
+                "of %d (%.2f GB of %.2f GB free). Set SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB to choose.",
+                fitting,
+                wanted,
+                fitting * layout.record_bytes / 1e9,
+                free / 1e9,
+            )
+        records = min(max(wanted, 1), fitting)
+    else:
+        records = int(budget * 1e9 // layout.record_bytes)
+    if records < 1 or records * layout.record_bytes > free:
+        raise ValueError(
+            f"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB={budget}: {records} records of "
+            f"{layout.record_bytes / 1e6:.3f} MB need {records * layout.record_bytes / 1e9:.3f} GB of "
+            f"{free / 1e9:.2f} GB free host memory; at least one record must fit. Change the budget or "
+            "reduce --hicache-ratio."
+        )
+    return records
+
+
+def _host_tensor(records: int, record_bytes: int, device: torch.device) -> torch.Tensor:
+    return ALLOC_MEMORY_FUNCS[device.type](
+        (records, record_bytes),
+        dtype=torch.uint8,
+        device="cpu",
+        pin_memory=device.type != "cpu",
+        allocator=get_allocator_from_storage("default"),
+        registration_granularity_bytes=record_bytes,
+    )
+
+
+def release_manager(manager: CheckpointManager) -> None:
+    """Wait for copies in flight and unpin the host pool (invariant of B4: never under a running copy)."""
+    manager.mover.synchronize()
+    if manager.mover.device.type != "cpu":
+        _cuda_host_unregister(manager.mover.host)

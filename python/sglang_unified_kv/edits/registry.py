@@ -1,0 +1,55 @@
+"""Cache factory: the strict cache is handed in as a subclass; the methods it overrides are checked."""
+
+from __future__ import annotations
+
+from .. import engage
+from .series import SERIES
+
+_FEATURE = "bit-exact hicache"
+_CACHE = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
+_STRICT = "sglang_unified_kv.edits.strict_cache.StrictUnifiedRadixCache"
+
+
+@SERIES.wrap(
+    "sglang.srt.mem_cache.registry:create_unified_radix_cache",
+    feature=_FEATURE,
+    why="takes the cache class as an argument",
+    params="ctx, *, cache_class",
+    fingerprint="efaffb4ac2d8b578",
+)
+def create_unified_radix_cache(original, ctx, *, cache_class=None):
+    if engage.current() is None:
+        return original(ctx, cache_class=cache_class)
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    from .strict_cache import StrictUnifiedRadixCache
+
+    if cache_class not in (None, UnifiedRadixCache):
+        raise ValueError(
+            f"strict prefix reuse cannot subclass the radix cache {cache_class.__name__}; remove the "
+            "option that selects it or unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+        )
+    return original(ctx, cache_class=StrictUnifiedRadixCache)
+
+
+OVERRIDES = {
+    "__init__": ("self, params", "f28465f79ed7d781", "our fields exist before its reset"),
+    "init_hicache": ("self, server_args, params", "da91e0c4fed15241", "host pools are sized here; ours behind them"),
+    "match_prefix": ("self, params", "14f42df18d6eedb4", "the strict gate"),
+    "touch_prefix": ("self, key", "28fc9ffe3c307eb9", "keeps records of queued requests as young as their pages"),
+    "insert": ("self, params", "7059494fdad65977", "asks which ranges the tree adopted"),
+    "checkpoint_into_tree": ("self, req, *, up_to, **kwargs", "f68aeb8c88ed10d0", "captures become visible with the pages"),
+    "on_release": ("self, req, *, checkpointed", "387346129d28ed0f", "a request that gave its row back keeps nothing"),
+    "_reset_full": ("self", "1cb01d9cafc6ad18", "a flushed tree has no checkpoints"),
+    "swa_reprefill_tail_tokens": ("self, req", "224ba3ea2bf7ae4d", "a restored window is not computed again"),
+    "release_host_resources": ("self", "a00f1cdfc4b46d75", "unpins our host pool"),
+}
+for _name, (_params, _fingerprint, _why) in OVERRIDES.items():
+    SERIES.override(
+        f"{_CACHE}.{_name}",
+        ours=f"{_STRICT}.{_name}",
+        feature=_FEATURE,
+        why=_why,
+        params=_params,
+        fingerprint=_fingerprint,
+    )

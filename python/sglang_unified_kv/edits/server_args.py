@@ -1,0 +1,123 @@
+"""SGLang's arguments: our flag, and the facts that engagement is decided on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from ..config import OFFLOAD_PAGE_STRIDE
+from ..engage import EnvironmentFacts, Facts
+from ..plugin import STRIDE_FLAG
+from .series import SERIES
+
+FEATURE = "bit-exact hicache"
+REFERENCE_ENGINE = "SGLANG_UNIFIED_KV_REFERENCE_ENGINE"
+
+
+class _StrideAction(argparse.Action):
+    """Carries the flag in the environment: SGLang's record drops it, children inherit."""
+
+    # The value that an earlier parse of this process put there; that one is no conflict.
+    _carried: str | None = None
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        value = str(values)
+        found = os.environ.get(OFFLOAD_PAGE_STRIDE, "")
+        if found not in ("", value, _StrideAction._carried):
+            parser.error(
+                f"argument {option_string}: {value} contradicts {OFFLOAD_PAGE_STRIDE}={found}; "
+                "give one of them, or the same value"
+            )
+        os.environ[OFFLOAD_PAGE_STRIDE] = _StrideAction._carried = value
+
+
+def _stride(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer >= 1 (pages)")
+    return int(text)
+
+
+@SERIES.wrap(
+    "sglang.srt.arg_groups.arg_utils:add_cli_args_from_dataclass",
+    feature=FEATURE,
+    why=f"registers {STRIDE_FLAG} on SGLang's own parser; ServerArgs.add_cli_args, which calls it, "
+    "is hooked by a plugin that SGLang's own dependencies install (smg-grpc-servicer)",
+    params="parser, cls, *, fields",
+    fingerprint="1316b7a3624c6d59",
+)
+def add_stride_flag(
+    original: Any, parser: argparse.ArgumentParser, cls: type, **selection: Any
+) -> None:
+    original(parser, cls, **selection)
+    parser.add_argument(
+        STRIDE_FLAG,
+        action=_StrideAction,
+        type=_stride,
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="Take a checkpoint of the sliding window and the compressor states at every Nth page "
+        f"boundary. Same as {OFFLOAD_PAGE_STRIDE}.",
+    )
+
+
+def environment_facts() -> EnvironmentFacts:
+    """The facts that need no launch arguments."""
+    return EnvironmentFacts(**_environment())
+
+
+def facts_of(server_args: Any) -> Facts:
+    """The facts of a *resolved* ``ServerArgs``.
+
+    Cheap: resolution has already built the model configuration and keeps it on the record.
+    """
+    from sglang.srt.arg_groups.overrides import (
+        attention_backends_of,
+        model_config_of,
+        resolving_view,
+    )
+
+    cfg = resolving_view(server_args)
+    config = None
+    # SGLang resolves these two without a model.
+    if str(cfg.model_path).lower() not in ("none", "dummy"):
+        config = model_config_of(server_args).hf_config
+    algorithm = cfg.speculative_algorithm
+    return Facts(
+        **_environment(),
+        architecture=(config.architectures or [""])[0] if config else "",
+        model_type=config.model_type if config else "",
+        attention_backends=attention_backends_of(cfg),
+        speculative_algorithm=None if algorithm in (None, "NONE") else algorithm,
+        enable_decoder_swa_bounded_replay=bool(cfg.enable_decoder_swa_bounded_replay),
+        **{name: getattr(cfg, name) for name in _COPIED},
+    )
+
+
+_GATHERED = {
+    "architecture",
+    "model_type",
+    "attention_backends",
+    "speculative_algorithm",
+    "enable_decoder_swa_bounded_replay",
+}
+_COPIED = tuple(
+    name
+    for name in Facts.__dataclass_fields__
+    if name not in _GATHERED and name not in EnvironmentFacts.__dataclass_fields__
+)
+
+
+def _environment() -> dict[str, Any]:
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.dsv4 import unified_kv_gate
+    from sglang.srt.utils import is_hip
+
+    return {
+        "is_hip": is_hip(),
+        "reference_engine": os.environ.get(REFERENCE_ENGINE) == "1",
+        "flashmla_backend": envs.SGLANG_HACK_FLASHMLA_BACKEND.get(),
+        "unified_kv_gate": unified_kv_gate.is_unified_kv_triton(),
+        "unified_kv_fp8": envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
+        "compress_state_dtype": envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get().strip().lower(),
+    }

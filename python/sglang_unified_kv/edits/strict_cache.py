@@ -1,0 +1,164 @@
+"""The unified radix cache with the strict gate in front. It translates; decisions are in ``checkpoint``."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.utils.rank_consensus_checker import rank_consensus
+
+from ..checkpoint.manager import NewRange
+from ..checkpoint.reuse import TreeMatch, gate
+from .active import Active, activate
+from .build import build_manager, release_manager
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchResult
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.server_args import ServerArgs
+
+    from ..checkpoint.manager import CheckpointManager
+
+
+class StrictUnifiedRadixCache(UnifiedRadixCache):
+    """Reuses a prefix only where pages, window and overlap states are all there."""
+
+    checkpoints: CheckpointManager | None
+
+    def __init__(self, params: CacheInitParams) -> None:
+        # The base constructor resets, and reset reaches these.
+        self.checkpoints = None
+        self._chains: WeakKeyDictionary[Req, list[str]] = WeakKeyDictionary()
+        self._inserted: tuple[InsertParams, InsertResult] | None = None
+        super().__init__(params)
+
+    def init_hicache(self, server_args: ServerArgs, params: CacheInitParams) -> None:
+        super().init_hicache(server_args, params)
+        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self.checkpoints = build_manager(self, pool, params)
+        activate(Active(self.checkpoints, pool))
+        # Builds SGLang's native hash now, seconds before the first request instead of during it.
+        get_storage_hash_str(RadixKey(array("q", [0]) * self.page_size), None, self.page_size)
+
+    def swa_reprefill_tail_tokens(self, req: Req | None = None) -> int:
+        return 0
+
+    # -- matching
+
+    @rank_consensus(same_params=["params"], same_results=["result.full_kv_hit_length"])
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        if self.disable:
+            return super().match_prefix(params)
+        key = self._view(params.key)
+        chain = self._chain(params.req, key)
+        store = self.checkpoints.store
+
+        def match(limit: int) -> TreeMatch:
+            # A bigram key of n units spans n + 1 tokens.
+            cut = self._view(params.key, limit + self.tree_core.is_eagle if limit else 0)
+            result = super(StrictUnifiedRadixCache, self).match_prefix(replace(params, key=cut))
+            return TreeMatch(result.device_prefix_len, result.host_hit_length, result)
+
+        gated = gate(match, lambda limit: store.deepest(chain, limit), len(key))
+        for boundary in (gated.device, gated.total):
+            self._touch(chain, boundary)
+        return gated.at_total._replace(
+            device_prefix_len=gated.device,
+            last_device_node=gated.at_device.last_device_node,
+            host_hit_length=gated.total - gated.device,
+        )
+
+    def touch_prefix(self, key: RadixKey) -> None:
+        super().touch_prefix(key)
+        if not self.disable:
+            chain = self._chain(None, self._view(key))
+            self._touch(chain, self.checkpoints.store.deepest(chain, len(self._view(key))))
+
+    def restore_swa_windows(self, req: Req) -> None:
+        chain = self._chain(req, self._view(RadixKey(
+            req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt
+        )))
+        pages = req.prefix_len // self.page_size
+        self.checkpoints.request_restore(req.rid, chain[pages - 1], req.prefix_len)
+
+    # -- inserting
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        params.track_adopted_ranges = True
+        result = super().insert(params)
+        self._inserted = (params, result)
+        return result
+
+    def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs) -> None:
+        self._inserted = None
+        super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
+        if self._inserted is None or self._inserted[1].rotation_tail_declined:
+            return
+        params, result = self._inserted
+        self.checkpoints.commit(
+            req.rid, self._chain(req, params.key), len(params.key), new_ranges(result)
+        )
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        self.checkpoints.release(req.rid)
+        super().on_release(req, checkpointed=checkpointed)
+
+    def _reset_full(self) -> None:
+        super()._reset_full()
+        if self.checkpoints is not None:
+            self.checkpoints.reset()
+
+    def release_host_resources(self) -> None:
+        if self.checkpoints is not None:
+            activate(None)
+            release_manager(self.checkpoints)
+        super().release_host_resources()
+
+    # -- identities
+
+    def _view(self, key: RadixKey, limit: int | None = None) -> RadixKey:
+        """``key`` cut at ``limit`` tokens, bigram where the tree is."""
+        if limit is None:
+            limit = key.limit
+        elif key.limit is not None:
+            limit = min(limit, key.limit)
+        return RadixKey(
+            key.token_ids,
+            key.extra_key,
+            is_bigram=self.tree_core.is_eagle,
+            limit=limit,
+            cache_salt=key.cache_salt,
+        )
+
+    def _chain(self, req: Req | None, key: RadixKey) -> list[str]:
+        """Page hashes of ``key``, upstream's own; at least its full pages, append-only per request."""
+        chain = self._chains.setdefault(req, []) if req is not None else []
+        pages = len(key) // self.page_size
+        if len(chain) < pages:
+            tail = key[len(chain) * self.page_size : pages * self.page_size]
+            chain += get_storage_hash_str(tail, chain[-1] if chain else None, self.page_size)
+        return chain
+
+    def _touch(self, chain: list[str], boundary: int) -> None:
+        if boundary:
+            self.checkpoints.store.touch(chain[boundary // self.page_size - 1])
+
+
+def new_ranges(result: InsertResult) -> list[NewRange]:
+    """What an insert took over from the inserting run, new leaves told from overwritten nodes."""
+    ranges = []
+    for start, end in (result.adopted_ranges or {}).get(ComponentType.FULL, ()):
+        middle = min(max(start, result.prefix_len), end)
+        if start < middle:
+            ranges.append(NewRange(start, middle, leaf=False))
+        if middle < end:
+            ranges.append(NewRange(middle, end, leaf=True))
+    return ranges
