@@ -3,9 +3,15 @@
 Importing declares the edits; nothing is touched before ``SERIES.apply()``.
 """
 
-from . import (  # noqa: F401
-    engagement,
+from . import (  # noqa: F401, I001
     server_args,
+    engagement,
+    extension_points,
+    pool_sizing,
+    registry,
+    scheduler,
+    model_runner,
+    attention,
 )
 from .series import SERIES
 

@@ -1,0 +1,16 @@
+"""Command line ``sglang-unified-kv``: one module per command."""
+
+import typer
+
+from .demo import demo
+from .doctor import doctor
+from .edits import edits
+
+app = typer.Typer(
+    help="Exact prefix reuse of DeepSeek-V4 on SGLang's unified_kv backend.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+app.command()(edits)
+app.command()(doctor)
+app.command()(demo)

@@ -1,0 +1,167 @@
+"""Client of one SGLang server's HTTP API. It knows requests and answers, not what they are for."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+
+
+class ClientError(Exception):
+    """The server could not be reached, refused a request, or answered something unexpected."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer of ``/generate``.
+
+    Attributes:
+        output_ids: generated token ids.
+        logprobs: natural-log probability of each of them, the server's floats unrounded.
+        cached_tokens: prompt tokens that were not computed.
+        cached_device: those of them that were on the device.
+        cached_host: those of them that were loaded from host memory.
+    """
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cached_tokens: int
+    cached_device: int
+    cached_host: int
+
+
+class SGLangClient:
+    """Speaks to the server at ``base_url``, directly: proxies of the environment are not used.
+
+    Args:
+        base_url: ``http://host:port``.
+        timeout_s: for one answer, in seconds.
+    """
+
+    def __init__(self, base_url: str, *, timeout_s: float = 300.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._timeout_s = timeout_s
+        self._session = requests.Session()
+        self._session.trust_env = False
+
+    def close(self) -> None:
+        self._session.close()
+
+    def healthy(self) -> bool:
+        """Whether the server can generate a token now. A refused connection is a no."""
+        try:
+            answer = self._session.get(f"{self.base_url}/health", timeout=self._timeout_s)
+        except requests.RequestException:
+            return False
+        return answer.status_code == 200
+
+    def server_info(self) -> dict[str, Any]:
+        """Resolved arguments, ``version`` and scheduler state.
+
+        Raises:
+            ClientError: no usable answer.
+        """
+        return self._json(self._request("GET", "/server_info"))
+
+    def flush_cache(self, *, timeout_s: float = 60.0) -> None:
+        """Empty the prefix cache on device and host; a busy server is asked until it is idle.
+
+        Raises:
+            ClientError: still refused after ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            answer = self._send("POST", "/flush_cache", params={"timeout": 5})
+            if answer.status_code == 200:
+                return
+            if time.monotonic() >= deadline:
+                raise self._refused(answer, "/flush_cache")
+            # Writes to the host may outlast the requests that caused them.
+            time.sleep(0.1)
+
+    def generate(self, input_ids: Sequence[int], *, max_new_tokens: int) -> Generation:
+        """Greedy continuation of exactly ``max_new_tokens`` tokens, with logprobs.
+
+        Raises:
+            ClientError: no usable answer.
+        """
+        return self.generate_batch([input_ids], max_new_tokens=max_new_tokens)[0]
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int
+    ) -> list[Generation]:
+        """As :meth:`generate` for several prompts that the server receives together.
+
+        Raises:
+            ClientError: no usable answer.
+        """
+        request = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": max_new_tokens,
+                "ignore_eos": True,
+            },
+            "return_logprob": True,
+        }
+        answers = self._json(self._request("POST", "/generate", json=request))
+        try:
+            generations = [_generation(answer) for answer in answers]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ClientError(
+                f"{self.base_url}/generate: unexpected answer ({error!r}): {answers}"
+            ) from error
+        for generation in generations:
+            if len(generation.output_ids) != max_new_tokens:
+                raise ClientError(
+                    f"{self.base_url}/generate: {len(generation.output_ids)} tokens instead of "
+                    f"{max_new_tokens}"
+                )
+        return generations
+
+    def _request(self, method: str, path: str, **arguments: Any) -> requests.Response:
+        answer = self._send(method, path, **arguments)
+        if answer.status_code != 200:
+            raise self._refused(answer, path)
+        return answer
+
+    def _send(self, method: str, path: str, **arguments: Any) -> requests.Response:
+        try:
+            return self._session.request(
+                method, self.base_url + path, timeout=self._timeout_s, **arguments
+            )
+        except requests.RequestException as error:
+            raise ClientError(f"{self.base_url}{path}: {error}") from error
+
+    def _json(self, answer: requests.Response) -> Any:
+        try:
+            return answer.json()
+        except requests.JSONDecodeError as error:
+            raise ClientError(f"{answer.url}: not JSON: {answer.text[:500]}") from error
+
+    def _refused(self, answer: requests.Response, path: str) -> ClientError:
+        return ClientError(
+            f"{self.base_url}{path}: status {answer.status_code}: {answer.text[:500].strip()}"
+        )
+
+
+def _generation(answer: dict[str, Any]) -> Generation:
+    meta = answer["meta_info"]
+    entries = meta["output_token_logprobs"]
+    output_ids = tuple(int(token) for _, token, *_ in entries)
+    logprobs = tuple(float(logprob) for logprob, *_ in entries)
+    if not all(map(math.isfinite, logprobs)):
+        raise ValueError("a logprob is not finite")
+    # SGLang leaves the details out when nothing was cached.
+    details = meta.get("cached_tokens_details") or {"device": 0, "host": 0}
+    return Generation(
+        output_ids=output_ids,
+        logprobs=logprobs,
+        cached_tokens=int(meta["cached_tokens"]),
+        cached_device=int(details["device"]),
+        cached_host=int(details["host"]),
+    )

@@ -1,0 +1,196 @@
+"""``sglang-unified-kv doctor``: would exact reuse engage here, and if not, why."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .. import engage, plugin
+from ..config import BIT_EXACT_HICACHE, ConfigError, load_settings
+
+# How SGLang turns down arguments while it resolves and validates them.
+_UPSTREAM_ERRORS = (
+    AssertionError,
+    ImportError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    ValueError,
+)
+
+
+@dataclass
+class Report:
+    """What was checked and found. ``checks`` maps a check to its reasons; none means passed."""
+
+    checked: str
+    sglang: str | None = None
+    settings: dict[str, Any] | None = None
+    facts: dict[str, Any] | None = None
+    decision: str | None = None
+    checks: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def engages(self) -> bool:
+        return not any(self.checks.values())
+
+
+def doctor(
+    launch_flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- LAUNCH FLAGS]", help="Flags as for sglang.launch_server."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Tell whether exact reuse would engage here with these launch flags, and why not.
+
+    Exit code 0 only if it would. Without launch flags only the environment half is checked.
+    """
+    report = examine(list(launch_flags or []))
+    if as_json:
+        typer.echo(json.dumps({"engages": report.engages} | asdict(report), indent=2))
+    else:
+        _print(report)
+    raise typer.Exit(0 if report.engages else 1)
+
+
+def examine(launch_flags: list[str]) -> Report:
+    """Run every check that the ones before it leave possible. Loads the plugins in this process."""
+    report = Report("environment and launch flags" if launch_flags else "environment only")
+    try:
+        report.sglang = version("sglang")
+    except PackageNotFoundError:
+        pass
+    report.checks["requested"] = _requested()
+    if report.checks["requested"]:
+        # Go on as if it were, so that everything else that is missing shows at once.
+        os.environ[BIT_EXACT_HICACHE] = "1"
+    report.checks["settings"] = _settings(report)
+    report.checks["plugin entry"] = _entry()
+    report.checks["edits"] = _edits()
+    if any(report.checks[name] for name in ("settings", "plugin entry", "edits")):
+        return report
+    report.checks["plugins load"] = _load_plugins()
+    if report.checks["plugins load"]:
+        return report
+    if launch_flags:
+        _launch_half(report, launch_flags)
+    else:
+        _environment_half(report)
+    return report
+
+
+def _requested() -> list[str]:
+    if plugin.requested(os.environ):
+        return []
+    return [f"{BIT_EXACT_HICACHE} is not set; set it to 1"]
+
+
+def _settings(report: Report) -> list[str]:
+    try:
+        report.settings = load_settings().model_dump()
+    except ConfigError as error:
+        return error.reasons
+    return []
+
+
+def _entry() -> list[str]:
+    reasons = plugin.duplicate_entries()
+    own = entry_points(group=plugin.GROUP, name=plugin.NAME)
+    if not any(e.value == "sglang_unified_kv.plugin:register" for e in own):
+        reasons.append(
+            f"the entry point {plugin.NAME!r} is not installed; install the package with pip"
+        )
+    only = os.environ.get("SGLANG_PLUGINS", "")
+    if only and plugin.NAME not in [name.strip() for name in only.split(",")]:
+        reasons.append(f"SGLANG_PLUGINS={only} leaves out {plugin.NAME}; add it or unset it")
+    return reasons
+
+
+def _edits() -> list[str]:
+    from ..edits import SERIES
+
+    return SERIES.preflight()
+
+
+def _load_plugins() -> list[str]:
+    from sglang.srt.plugins import load_plugins
+
+    try:
+        load_plugins()
+    except SystemExit:
+        return ["a plugin refused to load, its reasons are on stderr"]
+    from ..edits import SERIES
+
+    return SERIES.audit()
+
+
+def _environment_half(report: Report) -> None:
+    from ..edits.server_args import environment_facts
+
+    facts = environment_facts()
+    _judge(report, engage.ENVIRONMENT_CONDITIONS, engage.ENVIRONMENT_OBSTACLES, facts)
+
+
+def _judge(
+    report: Report,
+    conditions: tuple[engage.Rule, ...],
+    obstacles: tuple[engage.Rule, ...],
+    facts: engage.EnvironmentFacts,
+) -> None:
+    report.facts = asdict(facts)
+    report.checks["conditions"] = list(engage.violations(conditions, facts))
+    report.checks["obstacles"] = list(engage.violations(obstacles, facts))
+
+
+def _launch_half(report: Report, launch_flags: list[str]) -> None:
+    from sglang.srt.arg_groups.validation_hook import check_server_args
+    from sglang.srt.server_args import prepare_server_args
+
+    from ..edits.server_args import facts_of
+
+    report.checks["launch flags"] = []
+    try:
+        server_args = prepare_server_args(launch_flags)
+        server_args.resolve_once()
+        check_server_args(server_args)
+    except SystemExit:
+        report.checks["launch flags"] = ["SGLang's parser rejects them, see stderr"]
+        return
+    except _UPSTREAM_ERRORS as error:
+        report.checks["launch flags"] = [f"SGLang rejects them: {error}"]
+        return
+    facts = facts_of(server_args)
+    # The flags may carry a setting, so it is read again.
+    settings = load_settings()
+    report.settings = settings.model_dump()
+    report.decision = engage.decide(settings, facts).state.value
+    _judge(
+        report,
+        engage.ENVIRONMENT_CONDITIONS + engage.LAUNCH_CONDITIONS,
+        engage.ENVIRONMENT_OBSTACLES + engage.LAUNCH_OBSTACLES,
+        facts,
+    )
+
+
+def _print(report: Report) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"checked: {report.checked} (sglang {report.sglang or 'not installed'})")
+    for name, reasons in report.checks.items():
+        console.print(f"{'[red]no[/red] ' if reasons else '[green]ok[/green] '} {name}")
+        for reason in reasons:
+            console.print(f"     - {escape(reason)}")
+    if report.engages and report.facts is not None and report.decision is None:
+        console.print(
+            "The environment is fit for exact reuse. Add `-- LAUNCH FLAGS` to check those."
+        )
+    else:
+        verdict = "would engage" if report.engages else "would not engage"
+        console.print(f"Exact reuse {verdict} here.")

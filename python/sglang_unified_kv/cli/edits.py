@@ -1,0 +1,56 @@
+"""``sglang-unified-kv edits``: the series of edits, readable without SGLang."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..edit import SGLANG_VERSION, Edit, Series
+
+
+def edits(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """List every edit of SGLang: the product's series, and the reference engine's apart."""
+    from ..edits import SERIES as product
+    from ..reference.edits import SERIES as reference
+
+    if as_json:
+        series = {s.name: [_row(edit) for edit in s] for s in (product, reference)}
+        typer.echo(json.dumps({"sglang": SGLANG_VERSION, "series": series}, indent=2))
+        return
+    console = Console()
+    _print(console, product, "Product")
+    _print(console, reference, "Reference engine (tests and demos only)")
+
+
+def _row(edit: Edit) -> dict[str, Any]:
+    return {
+        "target": edit.target,
+        "kind": edit.kind.value,
+        "feature": edit.feature,
+        "why": edit.why,
+        "ours": edit.ours_name,
+        "params": edit.params,
+        "fingerprint": edit.fingerprint,
+    }
+
+
+def _print(console: Console, series: Series, title: str) -> None:
+    table = Table(
+        "kind",
+        "target / ours",
+        "feature",
+        "why",
+        title=f"{title}: {len(series)} edits of sglang {SGLANG_VERSION}",
+        show_lines=True,
+    )
+    for edit in series:
+        target = edit.target.replace(":", ":\u200b")
+        ours = "" if edit.ours is None else f"\n[dim]{edit.ours_name}[/dim]"
+        table.add_row(edit.kind.value, f"{target}{ours}", edit.feature, edit.why)
+    console.print(table)

@@ -1,0 +1,97 @@
+"""A server process of our own: started with an exact environment, logged, and always ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+_TERM_GRACE_S = 10.0
+
+
+class ServerFailed(Exception):
+    """The process ended, or was not healthy in time."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ServerProcess:
+    """Runs ``command`` while the ``with`` block does; leaving it ends the whole process group.
+
+    Args:
+        command: program and arguments.
+        env: the complete environment of the child; nothing is added to it.
+        log: file that receives stdout and stderr. Overwritten.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.log = log
+        self._command = list(command)
+        self._env = dict(env)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> ServerProcess:
+        with self.log.open("wb") as log:
+            # Its own session: Ctrl-C reaches us alone, and we end the group.
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process = self._process
+        try:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(_TERM_GRACE_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Whatever it left behind; its id stays ours as long as a member of the group lives.
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+    @property
+    def pid(self) -> int:
+        """Process id, and the id of the process group."""
+        return self._process.pid
+
+    def check(self) -> None:
+        """Raise :class:`ServerFailed` if the process has ended."""
+        code = self._process.poll()
+        if code is not None:
+            raise ServerFailed(f"the server ended with exit code {code}")
+
+    def wait_until(self, healthy: Callable[[], bool], *, timeout_s: float) -> None:
+        """Return once ``healthy()`` holds.
+
+        Raises:
+            ServerFailed: the process ended first, or ``timeout_s`` seconds passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not healthy():
+            self.check()
+            if time.monotonic() >= deadline:
+                raise ServerFailed(f"the server was not healthy within {timeout_s:.0f} s")
+            time.sleep(0.25)
+
+    def tail(self, lines: int = 40) -> str:
+        """Last lines of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,116 @@
+"""Settings: one frozen object from the environment, checked as a whole.
+
+The flag ``--hicache-swa-offload-page-stride`` reaches it through the environment too, because
+SGLang's own argument record has no room for foreign fields and child processes inherit the
+environment (see ``edits/server_args.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+BIT_EXACT_HICACHE = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+OFFLOAD_PAGE_STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
+CHECKPOINT_HOST_GB = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
+STATE_STAGING_PAGES = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
+PROVENANCE = "SGLANG_UNIFIED_KV_PROVENANCE"
+
+
+class ConfigError(ValueError):
+    """One or more environment variables hold a value that is not allowed.
+
+    ``reasons`` holds one line per variable: name, value found, what is allowed, remedy.
+    """
+
+    def __init__(self, reasons: list[str]):
+        super().__init__("\n".join(reasons))
+        self.reasons = reasons
+
+
+def _switch(value: object) -> object:
+    """SGLang's spellings of a boolean environment variable, and no others."""
+    spelled = {"1": True, "true": True, "yes": True, "y": True}
+    spelled |= {"0": False, "false": False, "no": False, "n": False}
+    return spelled.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
+Switch = Annotated[bool, BeforeValidator(_switch), Field(strict=True)]
+
+
+class Settings(BaseSettings):
+    """What the operator asked for. Whether it takes effect is decided in ``engage.py``."""
+
+    model_config = SettingsConfigDict(frozen=True, populate_by_name=True, extra="forbid")
+
+    bit_exact_hicache: Switch = Field(
+        default=False,
+        alias=BIT_EXACT_HICACHE,
+        description="Bit-exact prefix reuse with the hierarchical cache. Default: off.",
+        json_schema_extra={"allowed": "0 or 1"},
+    )
+    offload_page_stride: int | None = Field(
+        default=None,
+        ge=1,
+        alias=OFFLOAD_PAGE_STRIDE,
+        description="Take a checkpoint at every Nth page boundary. Unit: pages of 256 tokens. "
+        "Default: unset, the placement policy decides (today: every boundary).",
+        json_schema_extra={"allowed": "an integer >= 1, in pages"},
+    )
+    checkpoint_host_gb: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        alias=CHECKPOINT_HOST_GB,
+        description="Host memory for checkpoints. Unit: GB (1e9 bytes) per rank. Default: unset, "
+        "one record per KV host page divided by the stride, at most a quarter of free memory.",
+        json_schema_extra={"allowed": "a number > 0, in GB (1e9 bytes) per rank"},
+    )
+    state_staging_pages: int | None = Field(
+        default=None,
+        ge=1,
+        alias=STATE_STAGING_PAGES,
+        description="Bound on the device staging of checkpoints. Unit: records. "
+        "Default: unset, sized for the page boundaries of one prefill chunk.",
+        json_schema_extra={"allowed": "an integer >= 1, in records of device staging"},
+    )
+    provenance: Literal["live", "strict"] = Field(
+        default="live",
+        alias=PROVENANCE,
+        description="When two runs computed the same tokens: attach a missing checkpoint of one "
+        "run to the pages of the other ('live', counted) or drop it ('strict'). Default: live.",
+        json_schema_extra={"allowed": "live or strict"},
+    )
+
+    @classmethod
+    def settings_customise_sources(cls, settings_cls, init_settings, **_sources):
+        # Only load_settings reads an environment; an object built by hand holds what it was given.
+        return (init_settings,)
+
+
+def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings from ``environ`` (default: the process environment).
+
+    A variable set to the empty string counts as unset.
+
+    Raises:
+        ConfigError: naming every variable whose value is not allowed.
+    """
+    environ = os.environ if environ is None else environ
+    allowed = {f.alias: f.json_schema_extra["allowed"] for f in Settings.model_fields.values()}
+    found = {name: environ[name] for name in allowed if environ.get(name)}
+    try:
+        return Settings(**found)
+    except ValidationError as error:
+        bad = sorted({str(item["loc"][0]) for item in error.errors()}, key=list(allowed).index)
+    raise ConfigError(
+        [
+            f"{name}={found[name]!r} is not allowed: it must be {allowed[name]}; "
+            "correct it or unset it"
+            for name in bad
+        ]
+    )

@@ -1,0 +1,374 @@
+"""Engagement: settings and facts -> engaged, inert or refused. The conjunction, in one place.
+
+Plugins load before arguments are parsed. At load the environment alone decides whether edits are
+checked and applied; they stay inert until :func:`engage` has decided, once the arguments are
+resolved, in the launching process and again in every rank's scheduler.
+
+The rules are two tables. A *condition* that does not hold makes us inert, with one warning. With
+all conditions there, an *obstacle* refuses the start. Each table has an environment half, which
+``sglang-unified-kv doctor`` can check without launch flags, and a launch half.
+
+Imports no sglang; ``edits/server_args.py`` gathers the facts.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from .config import BIT_EXACT_HICACHE, Settings
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EnvironmentFacts:
+    """What the machine and the environment variables say.
+
+    Attributes:
+        is_hip: torch is a ROCm build.
+        reference_engine: ``SGLANG_UNIFIED_KV_REFERENCE_ENGINE`` is on.
+        flashmla_backend: ``SGLANG_HACK_FLASHMLA_BACKEND``.
+        unified_kv_gate: what SGLang's own ``is_unified_kv_triton`` answers.
+        unified_kv_fp8: ``SGLANG_DSV4_UNIFIED_KV_FP8``, the fp8 two-pool layout.
+        compress_state_dtype: ``SGLANG_DSV4_COMPRESS_STATE_DTYPE``.
+    """
+
+    is_hip: bool
+    reference_engine: bool
+    flashmla_backend: str
+    unified_kv_gate: bool
+    unified_kv_fp8: bool
+    compress_state_dtype: str
+
+
+@dataclass(frozen=True)
+class Facts(EnvironmentFacts):
+    """Everything the decision needs: the environment, and SGLang's arguments after resolution.
+
+    The fields below carry SGLang's names; ``architecture`` and ``model_type`` are those of the
+    model's configuration, empty when there is no model to read one from.
+    """
+
+    architecture: str
+    model_type: str
+    enable_hierarchical_cache: bool
+    hicache_write_policy: str
+    hicache_host_memory_mode: str
+    hicache_storage_backend: str | None
+    disable_radix_cache: bool
+    radix_cache_backend: str | None
+    enable_lmcache: bool
+    enable_flexkv: bool
+    enable_unified_cache_external_linker: bool
+    page_size: int | None
+    attention_backends: tuple[str | None, str | None]
+    dsv4_attn_backend: str
+    enable_unified_memory: bool
+    enable_hisparse: bool
+    tp_size: int
+    dp_size: int
+    attn_dp_size: int
+    pp_size: int
+    attn_cp_size: int
+    dcp_size: int
+    enable_prefill_cp: bool
+    enable_two_batch_overlap: bool
+    enable_pdmux: bool
+    disaggregation_mode: str
+    speculative_algorithm: str | None
+    dllm_algorithm: str | None
+    enable_streaming_session: bool
+    enable_session_radix_cache: bool
+    enable_encoder_swa_bounded_replay: bool
+    enable_decoder_swa_bounded_replay: bool
+    encoder_only: bool
+    use_ray: bool
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``ok`` tells whether the facts satisfy the rule; ``otherwise`` is the line shown if not.
+
+    ``otherwise`` is a ``str.format`` template over the fields of the facts. It names the flag or
+    variable, the value found and what to change.
+    """
+
+    ok: Callable[[Any], bool]
+    otherwise: str
+
+
+def _platform(f: EnvironmentFacts) -> bool:
+    return f.is_hip or f.reference_engine
+
+
+def _backend(f: EnvironmentFacts) -> bool:
+    return f.flashmla_backend == "unified_kv_triton"
+
+
+ENVIRONMENT_CONDITIONS = (
+    Rule(
+        _platform,
+        "ROCm (torch is not a HIP build), or the reference engine "
+        "(SGLANG_UNIFIED_KV_REFERENCE_ENGINE=1, for tests and demos)",
+    ),
+    Rule(
+        _backend,
+        "the unified_kv backend (SGLANG_HACK_FLASHMLA_BACKEND is {flashmla_backend!r}; "
+        "set it to unified_kv_triton)",
+    ),
+)
+
+LAUNCH_CONDITIONS = (
+    Rule(
+        lambda f: f.architecture == "DeepseekV4ForCausalLM" and f.model_type != "deepseek_v41",
+        "a DeepSeek-V4 model (the architecture is {architecture!r}, "
+        "model type {model_type!r}; DeepseekV4ForCausalLM is needed, not V4.1)",
+    ),
+    Rule(lambda f: f.enable_hierarchical_cache, "--enable-hierarchical-cache"),
+)
+
+ENVIRONMENT_OBSTACLES = (
+    Rule(
+        lambda f: f.unified_kv_gate or not (_platform(f) and _backend(f)),
+        "SGLang's own unified_kv gate is off although SGLANG_HACK_FLASHMLA_BACKEND="
+        "{flashmla_backend}: with the reference engine, SGLANG_PLUGINS must not leave out "
+        "sglang_unified_kv_reference",
+    ),
+    Rule(
+        lambda f: f.compress_state_dtype in ("float32", "fp32"),
+        "SGLANG_DSV4_COMPRESS_STATE_DTYPE={compress_state_dtype}: set it to float32",
+    ),
+    Rule(
+        lambda f: not f.unified_kv_fp8,
+        "SGLANG_DSV4_UNIFIED_KV_FP8=1: the fp8 two-pool layout is not supported yet; unset it",
+    ),
+)
+
+LAUNCH_OBSTACLES = (
+    # A captured state is usable once it is on the host, so every page has to be written through.
+    Rule(
+        lambda f: f.hicache_write_policy == "write_through",
+        "--hicache-write-policy {hicache_write_policy}: set it to write_through",
+    ),
+    Rule(
+        lambda f: f.hicache_host_memory_mode == "cache",
+        "--hicache-host-memory-mode {hicache_host_memory_mode}: set it to cache",
+    ),
+    Rule(
+        lambda f: f.hicache_storage_backend is None,
+        "--hicache-storage-backend {hicache_storage_backend}: storage is not supported yet; "
+        "remove the flag",
+    ),
+    Rule(lambda f: not f.disable_radix_cache, "--disable-radix-cache: remove the flag"),
+    Rule(
+        lambda f: f.radix_cache_backend is None,
+        "--radix-cache-backend {radix_cache_backend}: only SGLang's default cache is supported; "
+        "remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_lmcache,
+        "--enable-lmcache: external caches are not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_flexkv,
+        "--enable-flexkv: external caches are not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_unified_cache_external_linker,
+        "--enable-unified-cache-external-linker: external caches are not supported; "
+        "remove the flag",
+    ),
+    Rule(lambda f: f.page_size == 256, "--page-size {page_size}: set it to 256"),
+    Rule(
+        lambda f: f.attention_backends == ("dsv4", "dsv4"),
+        "--attention-backend resolves to {attention_backends} for prefill and decode: "
+        "both must be dsv4",
+    ),
+    Rule(
+        lambda f: f.dsv4_attn_backend != "trtllm",
+        "--dsv4-attn-backend trtllm: the uniform fp8 layout is not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_unified_memory,
+        "--enable-unified-memory: its pool layout is not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_hisparse,
+        "--enable-hisparse: not supported together with exact reuse yet; remove the flag",
+    ),
+    Rule(
+        lambda f: f.tp_size == 1,
+        "--tp-size {tp_size}: more than one rank is not supported yet; set it to 1",
+    ),
+    Rule(
+        lambda f: f.dp_size == 1,
+        "--dp-size {dp_size}: data parallelism is not supported yet; set it to 1",
+    ),
+    Rule(
+        lambda f: f.attn_dp_size == 1,
+        "--attn-dp-size {attn_dp_size}: attention data parallelism is not supported yet; "
+        "set it to 1",
+    ),
+    Rule(
+        lambda f: f.pp_size == 1,
+        "--pp-size {pp_size}: pipeline parallelism is not supported; set it to 1",
+    ),
+    Rule(
+        lambda f: f.attn_cp_size == 1,
+        "--attn-cp-size {attn_cp_size}: context parallelism is not supported; set it to 1",
+    ),
+    Rule(
+        lambda f: f.dcp_size == 1,
+        "--dcp-size {dcp_size}: context parallelism is not supported; set it to 1",
+    ),
+    Rule(
+        lambda f: not f.enable_prefill_cp,
+        "--enable-prefill-cp: context parallelism is not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_two_batch_overlap,
+        "--enable-two-batch-overlap: not supported; remove the flag",
+    ),
+    Rule(lambda f: not f.enable_pdmux, "--enable-pdmux: not supported; remove the flag"),
+    Rule(
+        lambda f: f.disaggregation_mode == "null",
+        "--disaggregation-mode {disaggregation_mode}: only aggregated serving is supported; "
+        "remove the flag",
+    ),
+    Rule(
+        lambda f: f.speculative_algorithm is None,
+        "--speculative-algorithm {speculative_algorithm}: speculation is not supported yet; "
+        "remove the flag",
+    ),
+    Rule(
+        lambda f: f.dllm_algorithm is None,
+        "--dllm-algorithm {dllm_algorithm}: diffusion decoding is not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_streaming_session,
+        "--enable-streaming-session: not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_session_radix_cache,
+        "--enable-session-radix-cache: not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_encoder_swa_bounded_replay,
+        "--enable-encoder-swa-bounded-replay: replay is approximate; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_decoder_swa_bounded_replay,
+        "--enable-decoder-swa-bounded-replay: replay is approximate; "
+        "use --no-enable-decoder-swa-bounded-replay",
+    ),
+    Rule(lambda f: not f.encoder_only, "--encoder-only: has no cache; remove the flag"),
+    Rule(
+        lambda f: not f.use_ray,
+        "--use-ray: SGLang loads no plugins in its Ray actors; remove the flag",
+    ),
+)
+
+
+class State(str, Enum):
+    ENGAGED = "engaged"
+    INERT = "inert"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Outcome. ``missing`` is filled only when inert, ``obstacles`` only when refused."""
+
+    state: State
+    missing: tuple[str, ...] = ()
+    obstacles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Engagement:
+    """Exact reuse is on in this process, with these settings."""
+
+    settings: Settings
+    decision: Decision
+
+
+class Refused(ValueError):
+    """The feature was asked for, its conditions hold, and something stands in the way.
+
+    ``reasons`` holds every obstacle, one line each.
+    """
+
+    def __init__(self, reasons: Iterable[str]):
+        self.reasons = tuple(reasons)
+        lines = "".join(f"\n  - {reason}" for reason in self.reasons)
+        super().__init__(f"{BIT_EXACT_HICACHE}=1 cannot be honoured:{lines}")
+
+
+def violations(rules: Iterable[Rule], facts: EnvironmentFacts) -> tuple[str, ...]:
+    """The lines of every rule that ``facts`` does not satisfy."""
+    return tuple(rule.otherwise.format(**asdict(facts)) for rule in rules if not rule.ok(facts))
+
+
+def decide(settings: Settings, facts: Facts) -> Decision:
+    """Pure decision: off -> inert; a condition missing -> inert; an obstacle -> refused."""
+    if not settings.bit_exact_hicache:
+        return Decision(State.INERT)
+    missing = violations(ENVIRONMENT_CONDITIONS + LAUNCH_CONDITIONS, facts)
+    if missing:
+        return Decision(State.INERT, missing=missing)
+    obstacles = violations(ENVIRONMENT_OBSTACLES + LAUNCH_OBSTACLES, facts)
+    if obstacles:
+        return Decision(State.REFUSED, obstacles=obstacles)
+    return Decision(State.ENGAGED)
+
+
+_current: Engagement | None = None
+
+
+def current() -> Engagement | None:
+    """The engagement of this process, ``None`` unless engaged.
+
+    Objects that outlive a decision read it when they are built: a second engine in this process is
+    decided anew and replaces it.
+    """
+    return _current
+
+
+def reset() -> None:
+    """Forget the decision."""
+    global _current
+    _current = None
+
+
+def engage(settings: Settings, facts: Facts, *, announce: bool = True) -> Decision:
+    """Decide for this process, record the outcome, and tell the operator.
+
+    Args:
+        announce: warn about an inert outcome; the ranks of a server whose launching process has
+            warned already pass ``False``.
+
+    Raises:
+        Refused: with every obstacle.
+    """
+    global _current
+    _current = None
+    decision = decide(settings, facts)
+    if decision.state is State.REFUSED:
+        raise Refused(decision.obstacles)
+    if decision.state is State.ENGAGED:
+        _current = Engagement(settings, decision)
+        logger.info("Bit-exact HiCache is engaged: %s", settings)
+    elif decision.missing and announce:
+        # Not the logger: Engine(...) silences it below errors unless told otherwise.
+        warnings.warn(
+            f"{BIT_EXACT_HICACHE}=1 has no effect, SGLang runs as released. "
+            f"Missing: {'; '.join(decision.missing)}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return decision

@@ -1,0 +1,134 @@
+"""Entry point ``sglang_unified_kv`` of SGLang's plugin group.
+
+Without a requested feature this module and the standard library are all that is loaded. With one,
+everything that stands in the way is printed to stderr and ends the process: SGLang logs the errors
+of a plugin and goes on without it, which would serve approximate reuse to who asked for exact.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+
+NAME = "sglang_unified_kv"
+GROUP = "sglang.srt.plugins"
+FEATURES = ("SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE",)
+STRIDE_FLAG = "--hicache-swa-offload-page-stride"
+STRIDE_VARIABLE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
+
+
+def is_on(value: str) -> bool:
+    """Whether the value of a switch asks for it. A misspelt value does: it is refused later."""
+    return value.strip().lower() not in ("", "0", "false", "no", "n")
+
+
+def requested(environ: Mapping[str, str]) -> bool:
+    """Whether any feature is asked for."""
+    return any(is_on(environ.get(name, "")) for name in FEATURES)
+
+
+def register() -> None:
+    """Called by SGLang's plugin loader in every process that it starts.
+
+    Raises:
+        SystemExit: status 1, every reason is on stderr. Not an ``Exception``, which the loader
+            would swallow.
+    """
+    if not requested(os.environ):
+        _ignore_stride()
+        return
+    try:
+        reasons = _load()
+    except Exception:  # the loader swallows whatever escapes from here
+        reasons = [*traceback.format_exc().splitlines(), "loading sglang-unified-kv failed"]
+    if reasons:
+        _end(reasons)
+
+
+def _load() -> list[str]:
+    """Check everything and apply the edits; every reason why that is impossible."""
+    from .config import ConfigError, load_settings
+    from .edit import EditError
+    from .edits import SERIES
+
+    reasons = duplicate_entries()
+    try:
+        load_settings()
+    except ConfigError as error:
+        reasons += error.reasons
+    if reasons:
+        return reasons + SERIES.preflight()
+    try:
+        SERIES.apply()
+    except EditError as error:
+        return error.reasons
+    return []
+
+
+def duplicate_entries() -> list[str]:
+    """Other distributions that use our entry-point name; SGLang keeps only the last one."""
+    from importlib.metadata import entry_points
+
+    found = [e for e in entry_points(group=GROUP, name=NAME) if e.value != f"{__name__}:register"]
+    return [
+        f"entry point {NAME!r} of group {GROUP!r} is also provided by "
+        f"{e.dist.name if e.dist else 'an unknown distribution'} ({e.value}); uninstall it"
+        for e in found
+    ]
+
+
+def _end(reasons: list[str]) -> None:
+    import sglang.srt.plugins as loader
+
+    for reason in reasons:
+        print(f"sglang-unified-kv: {reason}", file=sys.stderr)
+    print(
+        f"sglang-unified-kv: refusing to start. Unset {' and '.join(FEATURES)} to run SGLang as "
+        "released.",
+        file=sys.stderr,
+        flush=True,
+    )
+    # Otherwise a caller that catches SystemExit and tries again would run without us, silently.
+    loader._plugins_loaded = False
+    raise SystemExit(1)
+
+
+def _ignore_stride() -> None:
+    """The stride was given while the feature is off: say so once, keep SGLang's parser quiet."""
+    import multiprocessing
+
+    if multiprocessing.parent_process() is not None:
+        return
+    if os.environ.get(STRIDE_VARIABLE):
+        _warn(f"{STRIDE_VARIABLE} is ignored: {FEATURES[0]} is off")
+    if not _given(sys.argv):
+        return
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    if main is not None and main.name == "sglang.launch_server":
+        sys.argv[:] = _without_stride(sys.argv)
+        _warn(f"{STRIDE_FLAG} is ignored: {FEATURES[0]} is off")
+    else:
+        # `sglang serve` has copied its arguments before it loads plugins.
+        _warn(f"{STRIDE_FLAG} is unknown while {FEATURES[0]} is off; remove the flag")
+
+
+def _given(argv: list[str]) -> bool:
+    return any(arg == STRIDE_FLAG or arg.startswith(f"{STRIDE_FLAG}=") for arg in argv)
+
+
+def _without_stride(argv: list[str]) -> list[str]:
+    """``argv`` without the flag and its value, in both spellings."""
+    kept = []
+    arguments = iter(argv)
+    for arg in arguments:
+        if arg == STRIDE_FLAG:
+            next(arguments, None)
+        elif not arg.startswith(f"{STRIDE_FLAG}="):
+            kept.append(arg)
+    return kept
+
+
+def _warn(text: str) -> None:
+    print(f"sglang-unified-kv: warning: {text}", file=sys.stderr, flush=True)

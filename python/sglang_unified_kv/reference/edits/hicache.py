@@ -1,0 +1,39 @@
+"""HiCache's host pools and their copies, which upstream has with sgl_kernel and pinned memory only."""
+
+from __future__ import annotations
+
+import inspect
+
+from sglang_unified_kv.reference.edits.series import FEATURE, SERIES
+from sglang_unified_kv.reference.ops import host_copies
+
+_POOLS = "sglang.srt.mem_cache.memory_pool_host"
+
+
+@SERIES.wrap(
+    f"{_POOLS}:DeepSeekV4PagedHostPool.__init__",
+    feature=FEATURE,
+    why="host memory is pinned through a CUDA or HIP runtime, which a pool of CPU tensors has not",
+    params=(
+        "self, pool_name, device_buffers, item_bytes, num_host_pages, slot_page_size, layout, "
+        "device, pin_memory, allocator_type, page_aligned_only"
+    ),
+    fingerprint="7e87863f1a060761",
+)
+def unpinned_beside_cpu_buffers(original, *args, **kwargs) -> None:
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    if all(buffer.device.type == "cpu" for buffer in arguments["device_buffers"]):
+        arguments["pin_memory"] = False
+    original(**arguments)
+
+
+for _name, _copy in {
+    "transfer_kv_direct": host_copies.copy_layers,
+    "transfer_kv_all_layer_direct_lf_pf": host_copies.layers_to_pages,
+    "transfer_kv_per_layer_direct_pf_lf": host_copies.pages_to_layer,
+}.items():
+    SERIES.member(
+        f"{_POOLS}:{_name}",
+        feature=FEATURE,
+        why="without sgl_kernel the module does not have the name that its direct copies call",
+    )(_copy)

@@ -1,0 +1,397 @@
+"""SGLang's real scheduler in this process, stepped by the caller, every buffer in reach.
+
+    with InProcessEngine(write_tiny_model(path), chunked_prefill_size=512, hicache=True) as engine:
+        cold = engine.run(prompt(0, 700))
+        assert engine.run(prompt(0, 700)).cached_tokens == 512
+
+No server, no tokenizer and no other process; a test decides when the scheduler takes a step. Engines
+may follow one another in a process, two at a time cannot be.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_unified_kv.reference.plugin import ENV
+
+# Read when torch is loaded. OpenMP threads that spin at barriers run 20 times slower as soon as two
+# processes share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+HICACHE = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 4,
+    "hicache_write_policy": "write_through",
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
+}
+
+DEFAULTS = {
+    "device": "cpu",
+    "page_size": 256,
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "max_running_requests": 4,
+    # Without it the pool takes most of the machine's memory.
+    "max_total_tokens": 4096,
+    # SGLang derives it from a GPU's memory and the chunk size: below zero here for large chunks.
+    "mem_fraction_static": 0.5,
+    "context_length": 8192,
+    "random_seed": 1,
+    "enable_fp32_lm_head": True,
+    "log_level": "warning",
+}
+
+
+class Output(NamedTuple):
+    """What the scheduler sent for one request.
+
+    ``details`` splits ``cached_tokens`` by tier (device, host, storage), None when nothing was cached.
+    Log-probabilities are those of the chosen (output) and of the given (input) tokens, empty unless
+    ``return_logprob`` was asked for.
+    """
+
+    rid: str
+    output_ids: list[int]
+    cached_tokens: int
+    details: dict[str, int] | None
+    finish_reason: dict[str, Any]
+    output_logprobs: list[float]
+    input_logprobs: list[float | None]
+
+
+def prompt(seed: int, length: int, vocab: int = 1024) -> list[int]:
+    """``length`` token ids without the special ones, the same for the same ``seed``; a longer prompt
+    of a seed starts with the shorter one."""
+    source = random.Random(seed)
+    return [source.randrange(6, vocab) for _ in range(length)]
+
+
+class InProcessEngine:
+    """One rank of SGLang without its processes.
+
+    Args:
+        model_path: model directory, normally :func:`~.model.write_tiny_model`'s.
+        hicache: the HiCache options :data:`HICACHE`, unless given otherwise.
+        server_args: fields of SGLang's ``ServerArgs`` over :data:`DEFAULTS`.
+
+    Raises:
+        RuntimeError: the reference engine is switched off, or another engine is alive.
+        SystemExit: the plugin refused to start (see its messages on stderr).
+    """
+
+    _alive: InProcessEngine | None = None
+
+    def __init__(self, model_path: str | Path, *, hicache: bool = False, **server_args: Any):
+        if InProcessEngine._alive is not None:
+            raise RuntimeError("another InProcessEngine is alive: close it first")
+        self._taps: list[Callable[[Any, Any], None]] = []
+        self._outputs: dict[str, dict[str, Any]] = {}
+        self._submitted = 0
+        _load_plugins()
+
+        from sglang.srt.managers.scheduler import Scheduler
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        options = {**DEFAULTS, **(HICACHE if hicache else {}), **server_args}
+        self.server_args = ServerArgs(model_path=str(model_path), **options)
+        self.server_args.resolve_once()
+        self.server_args.check_server_args()
+        ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        publish(self.server_args, role="scheduler", ranks=ranks)
+        self._ports = PortArgs.init_new(self.server_args)
+        self.scheduler = Scheduler(self.server_args, self._ports)
+        InProcessEngine._alive = self
+        channels = self.scheduler.ipc_channels
+        channels.send_to_detokenizer.send_output = self._receive
+        channels.send_to_tokenizer.send_output = self._receive_abort
+        self._start_loop()
+        self._install_tap()
+
+    # What a test looks at.
+
+    @property
+    def model_runner(self):
+        return self.scheduler.tp_worker.model_runner
+
+    @property
+    def pool(self):
+        return self.model_runner.token_to_kv_pool
+
+    @property
+    def req_to_token_pool(self):
+        return self.scheduler.req_to_token_pool
+
+    @property
+    def tree(self):
+        return self.scheduler.tree_cache
+
+    @contextmanager
+    def tap(self, callback: Callable[[Any, Any], None]) -> Iterator[None]:
+        """Call ``callback(forward_batch, next_token_logits)`` after each target forward.
+
+        The logits ``[requests, vocab]`` are a copy; the buffers are as the forward left them.
+        """
+        self._taps.append(callback)
+        try:
+            yield
+        finally:
+            self._taps.remove(callback)
+
+    # Driving it.
+
+    def submit(
+        self,
+        ids: Sequence[int],
+        max_new_tokens: int = 8,
+        *,
+        rid: str | None = None,
+        sampling: dict[str, Any] | None = None,
+        **request: Any,
+    ) -> str:
+        """Queue a request, greedy and of fixed length unless ``sampling`` says otherwise.
+
+        ``request`` sets fields of ``TokenizedGenerateReqInput``: ``return_logprob``,
+        ``logprob_start_len``, ``extra_key``, ``cache_salt``, ``priority``, and so on.
+        """
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self._submitted += 1
+        rid = rid or f"request-{self._submitted}"
+        parameters = {"temperature": 0, "ignore_eos": True, **(sampling or {})}
+        sampling_params = SamplingParams(max_new_tokens=max_new_tokens, **parameters)
+        sampling_params.normalize(None)
+        sampling_params.verify(self.scheduler.model_config.vocab_size)
+        fields = {
+            "return_logprob": False,
+            "logprob_start_len": -1,
+            "top_logprobs_num": 0,
+            "token_ids_logprob": None,
+            "stream": False,
+            **request,
+        }
+        item = TokenizedGenerateReqInput(
+            rid=rid,
+            input_text=None,
+            input_ids=array.array("q", ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=sampling_params,
+            **fields,
+        )
+        self._outputs[rid] = {"output_ids": [], "output_logprobs": [], "input_logprobs": []}
+        self.scheduler.process_input_requests([item])
+        return rid
+
+    def step(self):
+        """One iteration of the scheduler's loop; the batch it launched, None if there was none."""
+        import torch
+
+        scheduler = self.scheduler
+        with torch.no_grad(), scheduler.device_module.StreamContext(scheduler.schedule_stream):
+            scheduler.ingest_requests()
+            plan = scheduler.get_next_batch_to_run(
+                running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+            )
+            scheduler.running_batch = plan.running_batch
+            batch = plan.batch_to_run
+            if scheduler.enable_overlap:
+                self._launch_overlapped(batch)
+            elif batch:
+                scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            else:
+                scheduler.on_idle()
+            scheduler.last_batch = batch
+        return batch
+
+    def _launch_overlapped(self, batch) -> None:
+        """Launch ``batch``, then process the results of the one before."""
+        scheduler = self.scheduler
+        previous = scheduler.last_batch
+        at_once = scheduler.is_disable_overlap_for_batch(batch, last_batch=previous)
+        if at_once:
+            self._process_oldest_result()
+        result = None
+        if batch:
+            result = scheduler.run_batch(batch)
+            scheduler._apply_war_barrier()
+            scheduler.result_queue.append((batch.copy(), result))
+        if previous and not at_once:
+            self._process_oldest_result()
+        elif not previous and batch is None:
+            scheduler.on_idle()
+        scheduler.launch_batch_sample_if_needed(result, batch)
+
+    def _process_oldest_result(self) -> None:
+        self.scheduler.process_batch_result(*self.scheduler.result_queue.popleft())
+
+    def is_done(self, rid: str) -> bool:
+        return "finish_reason" in self._outputs[rid]
+
+    def output(self, rid: str) -> Output:
+        """The finished request ``rid``; it is forgotten."""
+        return Output(rid=rid, **self._outputs.pop(rid))
+
+    def run_many(self, *rids: str, timeout_s: float = 600.0) -> list[Output]:
+        """Step until every request in ``rids`` is done.
+
+        Raises:
+            TimeoutError: not within ``timeout_s``.
+        """
+        self._step_until(lambda: all(map(self.is_done, rids)), timeout_s, f"requests {rids}")
+        return [self.output(rid) for rid in rids]
+
+    def run(self, ids: Sequence[int], max_new_tokens: int = 8, **request: Any) -> Output:
+        """Submit one request (arguments of :meth:`submit`) and step until it is done."""
+        (output,) = self.run_many(self.submit(ids, max_new_tokens, **request))
+        self.step()
+        return output
+
+    def abort(self, rid: str) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.process_input_requests([AbortReq(rid=rid)])
+
+    def drain(self, timeout_s: float = 600.0) -> None:
+        """Step until the scheduler is idle and every HiCache copy, backup and prefetch is acknowledged."""
+
+        def idle() -> bool:
+            tree = self.tree
+            pending = (
+                tree.ongoing_write_through,
+                tree.ongoing_load_back,
+                tree.ongoing_backup,
+                tree.ongoing_prefetch,
+            )
+            return self.scheduler.is_fully_idle() and not any(pending)
+
+        self.step()
+        self._step_until(idle, timeout_s, "the engine to become idle")
+
+    def flush(self, attempts: int = 10) -> None:
+        """Empty every cache tier but storage.
+
+        Raises:
+            RuntimeError: SGLang refused every time, so what runs next would not be a cold run.
+        """
+        for _ in range(attempts):
+            self.drain()
+            if self.scheduler.flush_cache():
+                return
+        raise RuntimeError(f"flush_cache refused {attempts} times: requests are still pending")
+
+    def _step_until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {timeout_s} s for {what}")
+            if self.step() is None:
+                # Storage threads need the interpreter lock.
+                time.sleep(0.001)
+
+    # Wiring.
+
+    def _start_loop(self) -> None:
+        """What SGLang's event loops set before their first iteration."""
+        scheduler = self.scheduler
+        scheduler._war_barrier_enabled = scheduler.device == "cuda"
+        if scheduler.enable_overlap:
+            scheduler.enable_skip_finishing_decode = True
+            scheduler.result_queue = deque()
+
+    def _install_tap(self) -> None:
+        forward = self.model_runner.forward
+
+        def tapped(forward_batch, *args, **kwargs):
+            result = forward(forward_batch, *args, **kwargs)
+            if self._taps:
+                logits = result.logits_output.next_token_logits.clone()
+                for callback in list(self._taps):
+                    callback(forward_batch, logits)
+            return result
+
+        self.model_runner.forward = tapped
+
+    def _receive(self, payload, *_: Any) -> None:
+        from sglang.srt.managers.io_struct import BatchTokenIDOutput
+
+        if not isinstance(payload, BatchTokenIDOutput):
+            return
+        details = payload.cached_tokens_details
+        for i, rid in enumerate(payload.rids):
+            state = self._outputs.get(rid)
+            if state is None:
+                continue
+            state["output_ids"] += payload.output_ids[i]
+            state["cached_tokens"] = payload.cached_tokens[i]
+            state["details"] = details[i] if details else None
+            for name in ("output", "input"):
+                values = getattr(payload, f"{name}_token_logprobs_val")
+                if values:
+                    state[f"{name}_logprobs"] += values[i] or []
+            if payload.finished_reasons[i] is not None:
+                state["finish_reason"] = payload.finished_reasons[i]
+
+    def _receive_abort(self, payload, *_: Any) -> None:
+        """A request aborted in the queue is answered to the tokenizer, without a result."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        state = self._outputs.get(payload.rid) if isinstance(payload, AbortReq) else None
+        if state is not None:
+            reason = payload.finished_reason or {"type": "abort"}
+            state.update(cached_tokens=0, details=None, finish_reason=reason)
+
+    def close(self) -> None:
+        """Tear the engine down so that another can be built in this process."""
+        if InProcessEngine._alive is not self:
+            return
+        from sglang.srt.distributed import parallel_state
+        from sglang.srt.runtime_context import get_resources
+
+        self.tree.shutdown()
+        get_resources().expert_location_metadata = None
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+        for value in vars(self._ports).values():
+            if isinstance(value, str) and value.startswith("ipc://"):
+                Path(value.removeprefix("ipc://")).unlink(missing_ok=True)
+        InProcessEngine._alive = None
+        del self.scheduler
+        gc.collect()
+
+    def __enter__(self) -> InProcessEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _load_plugins() -> None:
+    """Load SGLang's plugins with the reference engine selected, and make sure that it is there."""
+    os.environ.setdefault(ENV, "1")
+    if os.environ[ENV] != "1":
+        raise RuntimeError(f"{ENV}={os.environ[ENV]!r}: InProcessEngine needs 1; unset it")
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang_unified_kv.reference.edits import SERIES
+
+    reasons = SERIES.audit()
+    if reasons:
+        raise RuntimeError(
+            f"the reference engine is not active; set {ENV}=1 before SGLang loads its plugins and "
+            "see SGLANG_PLUGINS:\n" + "\n".join(reasons)
+        )

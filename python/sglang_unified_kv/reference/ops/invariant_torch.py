@@ -1,0 +1,95 @@
+"""Upstream's own torch calls, computed by :mod:`.arithmetic` while a model forward runs.
+
+The model's projections, norms and gates are plain torch: ``F.linear``, ``x.pow(2).mean(-1)`` and the
+like. Inside :class:`InvariantTorch` those whose bits may depend on the number of rows are computed by
+sums that do not; every other call passes. Reference ops step out of it with :func:`plain_torch`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from sglang_unified_kv.reference.ops import arithmetic
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return arithmetic.matmul(a, b).to(a.dtype)
+
+
+def _linear(x, weight, bias=None) -> torch.Tensor:
+    y = _matmul(x, weight.t())
+    return y if bias is None else y + bias
+
+
+def _einsum(equation: str, *operands: torch.Tensor) -> torch.Tensor:
+    dtype = arithmetic.product_dtype()
+    y = torch.einsum(equation, *(x.to(dtype) for x in operands))
+    return y.float().to(operands[0].dtype)
+
+
+def _sum(x, dim=None, keepdim=False, *, dtype=None) -> torch.Tensor:
+    if dim is None or dtype is not None or not x.is_floating_point():
+        return x.sum() if dim is None else x.sum(dim, keepdim=keepdim, dtype=dtype)
+    y = arithmetic.fold_sum(x.float(), dim).to(x.dtype)
+    return y.unsqueeze(dim) if keepdim else y
+
+
+def _mean(x, dim=None, keepdim=False) -> torch.Tensor:
+    if dim is None:
+        return x.mean()
+    y = (arithmetic.fold_sum(x.float(), dim) / x.shape[dim]).to(x.dtype)
+    return y.unsqueeze(dim) if keepdim else y
+
+
+def _rsqrt(x: torch.Tensor) -> torch.Tensor:
+    return 1.0 / torch.sqrt(x)
+
+
+def _silu(x, inplace=False) -> torch.Tensor:
+    y = arithmetic.silu(x).to(x.dtype)
+    return x.copy_(y) if inplace else y
+
+
+def _softplus(x) -> torch.Tensor:
+    return arithmetic.softplus(x).to(x.dtype)
+
+
+_OURS: dict[Any, Callable[..., torch.Tensor]] = {
+    F.linear: _linear,
+    torch.mm: _matmul,
+    torch.matmul: _matmul,
+    torch.einsum: _einsum,
+    torch.Tensor.sum: _sum,
+    torch.Tensor.mean: _mean,
+    torch.rsqrt: _rsqrt,
+    F.silu: _silu,
+    F.softplus: _softplus,
+}
+
+
+class InvariantTorch(TorchFunctionMode):
+    """Context in which the calls of the table above are made by :mod:`.arithmetic`.
+
+    A keyword that a replacement does not know is a TypeError: upstream then calls torch in a way that
+    has not been thought about.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return _OURS.get(func, func)(*args, **(kwargs or {}))
+
+
+def plain_torch(op: Callable) -> Callable:
+    """``op`` with plain torch calls, wherever it is called from."""
+
+    @functools.wraps(op)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return op(*args, **kwargs)
+
+    return call

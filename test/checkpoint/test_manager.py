@@ -1,0 +1,322 @@
+"""The manager on rings whose rows say which request and position they hold.
+
+A row is ``[rid number, position, section]`` in every ring and in every chunk, so a wrong, stale or foreign
+byte names itself. Only the arithmetic of the model is simulated; store, staging and copies are real.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind
+from sglang_unified_kv.checkpoint.manager import CheckpointError, CheckpointManager, NewRange, Row
+from sglang_unified_kv.checkpoint.policy import Grid
+from sglang_unified_kv.checkpoint.rings import Ring
+from sglang_unified_kv.checkpoint.staging import RecordMover
+from sglang_unified_kv.checkpoint.store import CheckpointStore
+
+PAGE, WINDOW, SLOTS = 256, 128, 5
+POISON = 7
+
+
+class Engine:
+    """Rings, slots and chunks of a made-up model; drives a manager the way the edits do."""
+
+    def __init__(self, records=16, staging=4, stride=1, extra=0, strict=False, sections=2):
+        self.rings = [
+            Ring.of(Kind.WINDOW, i, self.buffer(WINDOW + extra), WINDOW + extra)
+            for i in range(sections)
+        ]
+        self.rings.append(Ring.of(Kind.ATTENTION_STATE, 1, self.buffer(8), 8))
+        self.rings.append(Ring.of(Kind.INDEXER_STATE, 1, self.buffer(8), 8))
+        layout = CheckpointLayout.of(
+            [r.spec for r in self.rings], page_size=PAGE, window=WINDOW, overlap=4
+        )
+        host = torch.full((records, layout.record_bytes), 9, dtype=torch.uint8)
+        self.manager = CheckpointManager(
+            CheckpointStore(records, PAGE),
+            RecordMover(layout, host, staging, torch.device("cpu")),
+            self.rings,
+            Grid(PAGE, stride),
+            strict_provenance=strict,
+        )
+        self.generation = [0] * SLOTS
+
+    @staticmethod
+    def buffer(size):
+        return torch.full((SLOTS * size, 4), POISON, dtype=torch.float32)
+
+    def fresh(self, slot):
+        """Allocate a slot: another request's rows are still in it."""
+        self.generation[slot] += 1
+        for ring in self.rings:
+            ring.buffer[slot * ring.size : (slot + 1) * ring.size] = POISON
+
+    def rows(self, rid, section, start, end):
+        positions = torch.arange(start, end, dtype=torch.float32)
+        fixed = torch.tensor([float(rid[1:]), float(section)]).expand(end - start, 2)
+        return torch.stack([fixed[:, 0], positions, fixed[:, 1], positions * 0.5], 1)
+
+    def forward(self, spans, decode=False):
+        """Compute ``[(rid, slot, start, end), ...]`` as one batch."""
+        rows = [Row(r, s, self.generation[s], a, b, decode) for r, s, a, b in spans]
+        self.manager.plan(rows)
+        try:
+            self.manager.begin_forward()
+            for i, ring in enumerate(self.rings):
+                flat = torch.cat([self.rows(r, i, a, b) for r, _, a, b in spans])
+                self.manager.capture_interior(ring.spec.kind, ring.buffer.data_ptr(), flat)
+                offset = 0
+                for _, slot, start, end in spans:
+                    for p in range(max(start, end - ring.size), end):
+                        ring.buffer[slot * ring.size + p % ring.size] = flat[offset + p - start]
+                    offset += end - start
+            for _ in self.manager.end_waves():
+                self.manager.capture_ends(frozenset({Kind.WINDOW}))
+                self.manager.capture_ends(frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE}))
+            self.manager.finish_forward()
+        finally:
+            self.manager.close_step()
+        self.manager.check_integrity()
+
+    def commit(self, rid, length, leaf_from=0, adopted=()):
+        ranges = [NewRange(a, b, leaf=False) for a, b in adopted]
+        if leaf_from < length:
+            ranges.append(NewRange(leaf_from, length, leaf=True))
+        self.manager.commit(rid, chain(rid), length // PAGE * PAGE, ranges)
+        self.manager.check_integrity()
+
+    def resume(self, rid, other, slot, boundary, length):
+        """``other``'s prompt shares ``rid``'s first ``boundary`` tokens; resume and check every row."""
+        self.fresh(slot)
+        self.manager.request_restore(other, chain(rid)[boundary // PAGE - 1], boundary)
+        self.manager.plan([Row(other, slot, self.generation[slot], boundary, length, False)])
+        self.manager.begin_forward()
+        for i, ring in enumerate(self.rings):
+            rows = WINDOW if ring.spec.kind is Kind.WINDOW else 4
+            found = torch.stack(
+                [ring.buffer[slot * ring.size + p % ring.size] for p in range(boundary - rows, boundary)]
+            )
+            assert torch.equal(found, self.rows(rid, i, boundary - rows, boundary)), (i, boundary)
+        self.manager.close_step()
+        self.manager.release(other)
+
+
+def chain(rid, pages=40):
+    return [f"{rid}:{i}" for i in range(1, pages + 1)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 700), min_size=1, max_size=4), min_size=1, max_size=3),
+    stride=st.integers(1, 2),
+    extra=st.sampled_from([0, 3]),
+    staging=st.integers(3, 12),
+)
+def test_every_capture_restores_to_what_the_run_held(lengths, stride, extra, staging):
+    engine = Engine(records=64, staging=staging, stride=stride, extra=extra)
+    ends = [0] * len(lengths)
+    for i in range(len(lengths)):
+        engine.fresh(i)
+    for step in range(max(map(len, lengths))):
+        spans = []
+        for i, chunks in enumerate(lengths):
+            if step < len(chunks):
+                spans.append((f"r{i}", i, ends[i], ends[i] + chunks[step]))
+                ends[i] += chunks[step]
+        engine.forward(spans)
+    stats = engine.manager.stats
+    assert stats.dropped_no_slot == 0
+    expected = sum(end // (PAGE * stride) for end in ends)
+    assert stats.captured == expected - stats.dropped_no_staging
+    for i, end in enumerate(ends):
+        engine.commit(f"r{i}", end)
+        for boundary in range(PAGE * stride, end + 1, PAGE * stride):
+            if chain(f"r{i}")[boundary // PAGE - 1] in engine.manager.store:
+                engine.resume(f"r{i}", "r99", SLOTS - 1, boundary, boundary + 5)
+        engine.manager.release(f"r{i}")
+    engine.manager.check_idle()
+
+
+def test_decode_captures_at_the_page_boundary_alone():
+    engine = Engine()
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 510)])
+    for position in range(510, 514):
+        engine.forward([("r0", 0, position, position + 1)], decode=True)
+    assert engine.manager.stats.captured == 2
+    engine.commit("r0", 514)
+    engine.resume("r0", "r1", 1, 512, 600)
+
+
+def test_more_ends_than_staging_slots_go_in_waves():
+    engine = Engine(staging=1)
+    spans = [(f"r{i}", i, 0, 256) for i in range(4)]
+    for _, slot, _, _ in spans:
+        engine.fresh(slot)
+    engine.forward(spans)
+    assert engine.manager.stats.captured == 4 and engine.manager.stats.dropped_no_staging == 0
+    for i in range(4):
+        engine.commit(f"r{i}", 256)
+        engine.resume(f"r{i}", "r9", 4, 256, 300)
+
+
+def test_more_interior_boundaries_than_staging_drop_the_shallow_ones_and_count():
+    engine = Engine(staging=2)
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 1100)])
+    engine.commit("r0", 1100)
+    assert engine.manager.stats.dropped_no_staging == 2
+    assert [b for b in (256, 512, 768, 1024) if chain("r0")[b // PAGE - 1] in engine.manager.store] == [
+        768, 1024,
+    ]
+
+
+def test_full_store_drops_the_capture_and_counts():
+    engine = Engine(records=1)
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 600)])
+    assert engine.manager.stats.dropped_no_slot == 1
+    engine.commit("r0", 512)
+    assert engine.manager.store.deepest(chain("r0"), 600) == 256
+
+
+def test_invariant_1_new_leaf_replaces_and_a_skipped_capture_removes():
+    engine = Engine(stride=2)
+    for rid, slot in (("r0", 0), ("r1", 1)):
+        engine.fresh(slot)
+        engine.forward([(rid, slot, 0, 1100)])
+    same = chain("r0")
+    engine.manager.commit("r0", same, 1024, [NewRange(0, 1024, leaf=True)])
+    engine.manager.policy = Grid(PAGE, 4)
+    engine.manager.release("r1")
+    engine.fresh(2)
+    engine.forward([("r2", 2, 0, 1100)])
+    # The pages of r0 left the tree; r2 brings new ones and captured 1024 only.
+    engine.manager.commit("r2", same, 1024, [NewRange(0, 1024, leaf=True)])
+    assert engine.manager.store.deepest(same, 1023) == 0, "r0's record at 512 pairs with r2's pages"
+    assert engine.manager.stats.replaced == 1 and engine.manager.stats.removed == 1
+    engine.fresh(3)
+    engine.manager.request_restore("r3", same[3], 1024)
+    engine.manager.plan([Row("r3", 3, engine.generation[3], 1024, 1100, False)])
+    engine.manager.begin_forward()
+    assert engine.rings[0].buffer[3 * WINDOW, 0] == 2, "the record must be r2's"
+
+
+def test_invariant_1_overlap_keeps_the_record_and_attaches_a_missing_one_as_mixed():
+    engine = Engine()
+    for rid, slot in (("r0", 0), ("r1", 1)):
+        engine.fresh(slot)
+        engine.forward([(rid, slot, 0, 600)])
+    same = chain("r0")
+    engine.manager.commit("r0", same, 512, [NewRange(0, 512, leaf=True)])
+    engine.manager.store.remove(same[1])
+    engine.manager.commit("r1", same, 512, [NewRange(0, 256, leaf=False)])
+    stats = engine.manager.stats
+    assert (stats.kept_existing, stats.mixed) == (1, 1)
+    assert not engine.manager.store.pin(same[0]).mixed and engine.manager.store.pin(same[1]).mixed
+
+
+def test_strict_provenance_drops_what_live_attaches_and_removes_under_overwritten_pages():
+    engine = Engine(strict=True)
+    for rid, slot in (("r0", 0), ("r1", 1)):
+        engine.fresh(slot)
+        engine.forward([(rid, slot, 0, 600)])
+    same = chain("r0")
+    engine.manager.commit("r0", same, 512, [NewRange(0, 512, leaf=True)])
+    engine.manager.commit("r1", same, 512, [NewRange(0, 256, leaf=False)])
+    assert same[0] not in engine.manager.store, "its pages are another run's now"
+    assert same[1] in engine.manager.store, "untouched pages keep their record"
+    assert engine.manager.stats.dropped_provenance == 2
+    engine.manager.check_idle()
+
+
+def test_invariant_3_a_fresh_row_without_its_restore_ends_the_process():
+    engine = Engine()
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 600)])
+    engine.commit("r0", 512)
+    with pytest.raises(CheckpointError, match="admitted at 768 tokens but no checkpoint"):
+        engine.manager.request_restore("r1", chain("r0")[2], 768)
+    engine.fresh(1)
+    with pytest.raises(CheckpointError, match="fresh slot 1, restore from 0"):
+        engine.forward([("r1", 1, 512, 600)])
+
+
+def test_invariant_3_a_continued_row_must_not_be_restored():
+    engine = Engine()
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 600)])
+    engine.commit("r0", 512)
+    engine.manager.request_restore("r0", chain("r0")[1], 512)
+    with pytest.raises(CheckpointError, match="its own slot 0, restore from 512"):
+        engine.forward([("r0", 0, 600, 700)])
+
+
+def test_invariant_3_a_one_token_extend_is_not_taken_for_a_fresh_row():
+    engine = Engine()
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 511)])
+    engine.fresh(1)
+    engine.forward([("r1", 1, 0, 300), ("r0", 0, 511, 512)])
+    engine.commit("r0", 512)
+    engine.resume("r0", "r9", 4, 512, 600)
+
+
+def test_invariant_3_captures_of_a_batch_never_evict_what_it_restores():
+    engine = Engine(records=2)
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 512)])
+    engine.commit("r0", 512)
+    engine.fresh(1)
+    engine.manager.request_restore("r1", chain("r0")[1], 512)
+    engine.fresh(2)
+    engine.forward([("r2", 2, 0, 600), ("r1", 1, 512, 600)])
+    assert chain("r0")[1] in engine.manager.store and engine.manager.stats.dropped_no_slot == 1
+    ring = engine.rings[0]
+    rows = [ring.buffer[ring.size + p % ring.size] for p in range(512, 600)]
+    assert torch.equal(torch.stack(rows), engine.rows("r1", 0, 512, 600))
+
+
+def test_invariant_6_release_leaves_nothing_pinned_or_pending():
+    engine = Engine()
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 600)])
+    engine.commit("r0", 512)
+    engine.manager.request_restore("r1", chain("r0")[1], 512)
+    engine.forward([("r0", 0, 600, 800)])
+    for rid in ("r1", "r0", "never seen"):
+        engine.manager.release(rid)
+    assert engine.manager.stats.discarded == 1
+    engine.manager.check_idle()
+
+
+def test_a_section_that_no_layer_handed_over_is_an_error_not_a_record():
+    engine = Engine()
+    engine.fresh(0)
+    engine.manager.plan([Row("r0", 0, 1, 0, 600, False)])
+    engine.manager.begin_forward()
+    with pytest.raises(RuntimeError, match="were not captured in this forward"):
+        engine.manager.finish_forward()
+
+
+def test_a_kind_that_the_backend_did_not_capture_is_an_error_not_a_record():
+    engine = Engine()
+    engine.fresh(0)
+    engine.manager.plan([Row("r0", 0, 1, 0, 256, False)])
+    engine.manager.begin_forward()
+    waves = engine.manager.end_waves()
+    next(waves)
+    engine.manager.capture_ends(frozenset({Kind.WINDOW}))
+    with pytest.raises(RuntimeError, match="were not captured behind this forward"):
+        next(waves)
+
+
+def test_reset_forgets_everything():
+    engine = Engine()
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 600)])
+    engine.manager.reset()
+    engine.manager.check_idle()
+    assert len(engine.manager.store) == 0

@@ -1,0 +1,53 @@
+"""One process, many engines: SGLang loads plugins once, so the product's edits are applied for all tests.
+
+Whether an engine is exact or stock is decided when it is built, from the environment at that moment.
+"""
+
+import os
+
+# Read when torch loads its OpenMP: spinning threads of several processes starve each other on 2 cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["SGLANG_UNIFIED_KV_REFERENCE_ENGINE"] = "1"
+os.environ["SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"] = "1"
+os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"] = "0.1"
+
+import contextlib  # noqa: E402
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory):
+    """The tiny model, written once per session."""
+    from sglang_unified_kv.reference.model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@contextlib.contextmanager
+def environment(**values):
+    """Set environment variables for a while; None unsets."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.delenv(name, raising=False) if value is None else patch.setenv(name, str(value))
+        yield
+
+
+@pytest.fixture(scope="session")
+def make_engine(model_path):
+    """Build an in-process engine: ``make_engine(stock=True, env={...}, **server_args)``; a context manager."""
+    from sglang.srt.plugins import load_plugins
+
+    from sglang_unified_kv.reference.harness import InProcessEngine
+
+    load_plugins()  # with the product requested, whatever the first engine will be
+
+    @contextlib.contextmanager
+    def make(*, stock=False, env=None, **server_args):
+        switch = {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0" if stock else "1"}
+        with environment(**switch, **(env or {})):
+            options = {"hicache": True, "max_total_tokens": 12288, **server_args}
+            with InProcessEngine(model_path, **options) as engine:
+                yield engine
+
+    return make

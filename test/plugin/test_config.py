@@ -1,0 +1,82 @@
+"""Settings: what each variable may hold, and that every bad one is named at once."""
+
+import pydantic
+import pytest
+from sglang_unified_kv.config import ConfigError, Settings, load_settings
+
+HICACHE = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
+HOST_GB = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
+STAGING = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
+PROVENANCE = "SGLANG_UNIFIED_KV_PROVENANCE"
+
+BAD = {HICACHE: "maybe", STRIDE: "0", HOST_GB: "inf", STAGING: "1.5", PROVENANCE: "dead"}
+
+
+def test_defaults():
+    assert load_settings({}) == Settings(
+        bit_exact_hicache=False,
+        offload_page_stride=None,
+        checkpoint_host_gb=None,
+        state_staging_pages=None,
+        provenance="live",
+    )
+
+
+def test_every_variable_is_read():
+    settings = load_settings(
+        {HICACHE: "1", STRIDE: "4", HOST_GB: "2.5", STAGING: "32", PROVENANCE: "strict"}
+    )
+    assert settings == Settings(
+        bit_exact_hicache=True,
+        offload_page_stride=4,
+        checkpoint_host_gb=2.5,
+        state_staging_pages=32,
+        provenance="strict",
+    )
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", " y "])
+def test_on(text):
+    assert load_settings({HICACHE: text}).bit_exact_hicache is True
+
+
+@pytest.mark.parametrize("text", ["0", "False", "no", "n", ""])
+def test_off(text):
+    assert load_settings({HICACHE: text}).bit_exact_hicache is False
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*BAD.items(), (STRIDE, "-1"), (STRIDE, "two"), (HOST_GB, "0"), (HOST_GB, "nan")],
+)
+def test_a_bad_value_is_named(name, value):
+    with pytest.raises(ConfigError) as caught:
+        load_settings({name: value})
+    (reason,) = caught.value.reasons
+    assert reason.startswith(f"{name}={value!r} is not allowed: it must be ")
+    assert reason.endswith("; correct it or unset it")
+
+
+def test_all_bad_values_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        load_settings(BAD)
+    assert [reason.partition("=")[0] for reason in caught.value.reasons] == list(BAD)
+
+
+def test_the_process_environment_is_the_default(monkeypatch):
+    monkeypatch.setenv(STRIDE, "8")
+    assert load_settings().offload_page_stride == 8
+    assert Settings().offload_page_stride is None
+
+
+def test_frozen():
+    with pytest.raises(pydantic.ValidationError):
+        load_settings({}).provenance = "strict"
+
+
+def test_every_field_is_documented():
+    for name, info in Settings.model_fields.items():
+        assert "Default:" in info.description, name
+    for name in ("offload_page_stride", "checkpoint_host_gb", "state_staging_pages"):
+        assert "Unit:" in Settings.model_fields[name].description, name

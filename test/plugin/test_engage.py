@@ -1,0 +1,228 @@
+"""The decision: every condition, every obstacle, and what is recorded and said."""
+
+import warnings
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang_unified_kv import engage
+from sglang_unified_kv.config import Settings
+from sglang_unified_kv.engage import Decision, Facts, Refused, State, decide
+
+ON = Settings(bit_exact_hicache=True)
+OFF = Settings()
+
+GOOD = Facts(
+    is_hip=True,
+    reference_engine=False,
+    flashmla_backend="unified_kv_triton",
+    unified_kv_gate=True,
+    unified_kv_fp8=False,
+    compress_state_dtype="float32",
+    architecture="DeepseekV4ForCausalLM",
+    model_type="deepseek_v4",
+    enable_hierarchical_cache=True,
+    hicache_write_policy="write_through",
+    hicache_host_memory_mode="cache",
+    hicache_storage_backend=None,
+    disable_radix_cache=False,
+    radix_cache_backend=None,
+    enable_lmcache=False,
+    enable_flexkv=False,
+    enable_unified_cache_external_linker=False,
+    page_size=256,
+    attention_backends=("dsv4", "dsv4"),
+    dsv4_attn_backend="auto",
+    enable_unified_memory=False,
+    enable_hisparse=False,
+    tp_size=1,
+    dp_size=1,
+    attn_dp_size=1,
+    pp_size=1,
+    attn_cp_size=1,
+    dcp_size=1,
+    enable_prefill_cp=False,
+    enable_two_batch_overlap=False,
+    enable_pdmux=False,
+    disaggregation_mode="null",
+    speculative_algorithm=None,
+    dllm_algorithm=None,
+    enable_streaming_session=False,
+    enable_session_radix_cache=False,
+    enable_encoder_swa_bounded_replay=False,
+    enable_decoder_swa_bounded_replay=False,
+    encoder_only=False,
+    use_ray=False,
+)
+
+# A bad value of one fact, and what its line has to name.
+MISSING = [
+    (dict(is_hip=False), "ROCm"),
+    (dict(flashmla_backend="auto"), "SGLANG_HACK_FLASHMLA_BACKEND is 'auto'"),
+    (dict(architecture="LlamaForCausalLM"), "DeepSeek-V4 model (the architecture is 'LlamaFor"),
+    (dict(model_type="deepseek_v41"), "model type 'deepseek_v41'"),
+    (dict(enable_hierarchical_cache=False), "--enable-hierarchical-cache"),
+]
+OBSTACLES = [
+    (dict(unified_kv_gate=False), "sglang_unified_kv_reference"),
+    (dict(compress_state_dtype="bfloat16"), "SGLANG_DSV4_COMPRESS_STATE_DTYPE=bfloat16"),
+    (dict(unified_kv_fp8=True), "SGLANG_DSV4_UNIFIED_KV_FP8=1"),
+    (dict(hicache_write_policy="write_back"), "--hicache-write-policy write_back"),
+    (
+        dict(hicache_write_policy="write_through_selective"),
+        "--hicache-write-policy write_through_selective: set it to write_through",
+    ),
+    (dict(hicache_host_memory_mode="buffer_only"), "--hicache-host-memory-mode buffer_only"),
+    (dict(hicache_storage_backend="file"), "--hicache-storage-backend file"),
+    (dict(disable_radix_cache=True), "--disable-radix-cache"),
+    (dict(radix_cache_backend="mine"), "--radix-cache-backend mine"),
+    (dict(enable_lmcache=True), "--enable-lmcache"),
+    (dict(enable_flexkv=True), "--enable-flexkv"),
+    (dict(enable_unified_cache_external_linker=True), "--enable-unified-cache-external-linker"),
+    (dict(page_size=64), "--page-size 64"),
+    (dict(attention_backends=("dsv4", "triton")), "('dsv4', 'triton')"),
+    (dict(dsv4_attn_backend="trtllm"), "--dsv4-attn-backend trtllm"),
+    (dict(enable_unified_memory=True), "--enable-unified-memory"),
+    (dict(enable_hisparse=True), "--enable-hisparse"),
+    (dict(tp_size=8), "--tp-size 8"),
+    (dict(dp_size=2), "--dp-size 2"),
+    (dict(attn_dp_size=4), "--attn-dp-size 4"),
+    (dict(pp_size=2), "--pp-size 2"),
+    (dict(attn_cp_size=2), "--attn-cp-size 2"),
+    (dict(dcp_size=2), "--dcp-size 2"),
+    (dict(enable_prefill_cp=True), "--enable-prefill-cp"),
+    (dict(enable_two_batch_overlap=True), "--enable-two-batch-overlap"),
+    (dict(enable_pdmux=True), "--enable-pdmux"),
+    (dict(disaggregation_mode="prefill"), "--disaggregation-mode prefill"),
+    (dict(disaggregation_mode="decode"), "--disaggregation-mode decode"),
+    (dict(speculative_algorithm="EAGLE"), "--speculative-algorithm EAGLE"),
+    (dict(dllm_algorithm="LowConfidence"), "--dllm-algorithm LowConfidence"),
+    (dict(enable_streaming_session=True), "--enable-streaming-session"),
+    (dict(enable_session_radix_cache=True), "--enable-session-radix-cache"),
+    (dict(enable_encoder_swa_bounded_replay=True), "--enable-encoder-swa-bounded-replay"),
+    (dict(enable_decoder_swa_bounded_replay=True), "--no-enable-decoder-swa-bounded-replay"),
+    (dict(encoder_only=True), "--encoder-only"),
+    (dict(use_ray=True), "--use-ray"),
+]
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    yield
+    engage.reset()
+
+
+def test_engaged():
+    assert decide(ON, GOOD) == Decision(State.ENGAGED)
+    reference = replace(GOOD, is_hip=False, reference_engine=True, compress_state_dtype="fp32")
+    assert decide(ON, reference) == Decision(State.ENGAGED)
+
+
+@pytest.mark.parametrize(("bad", "named"), MISSING)
+def test_missing_condition_makes_inert(bad, named):
+    decision = decide(ON, replace(GOOD, **bad))
+    assert decision.state is State.INERT and not decision.obstacles
+    (line,) = decision.missing
+    assert named in line
+
+
+@pytest.mark.parametrize(("bad", "named"), OBSTACLES)
+def test_obstacle_refuses(bad, named):
+    decision = decide(ON, replace(GOOD, **bad))
+    assert decision.state is State.REFUSED and not decision.missing
+    (line,) = decision.obstacles
+    assert named in line and "\n" not in line
+
+
+def test_everything_is_named_at_once():
+    missing = replace(GOOD, **{k: v for bad, _ in MISSING for k, v in bad.items()})
+    assert len(decide(ON, missing).missing) == 4
+    merged = {k: v for bad, _ in OBSTACLES for k, v in bad.items()}
+    assert len(decide(ON, replace(GOOD, **merged)).obstacles) == len(merged)
+
+
+def test_every_rule_and_every_fact_has_a_case_here():
+    cases = [bad for bad, _ in MISSING + OBSTACLES]
+    rules = (
+        engage.ENVIRONMENT_CONDITIONS
+        + engage.LAUNCH_CONDITIONS
+        + engage.ENVIRONMENT_OBSTACLES
+        + engage.LAUNCH_OBSTACLES
+    )
+    for rule in rules:
+        assert any(not rule.ok(replace(GOOD, **bad)) for bad in cases), rule.otherwise
+    named = {name for bad in cases for name in bad} | {"reference_engine"}
+    assert named == {field.name for field in fields(Facts)}
+
+
+def test_a_gate_that_is_off_for_want_of_a_condition_is_no_obstacle():
+    facts = replace(GOOD, is_hip=False, unified_kv_gate=False)
+    assert engage.violations(engage.ENVIRONMENT_OBSTACLES, facts) == ()
+
+
+def any_facts():
+    bad = [case for case, _ in MISSING + OBSTACLES]
+    return st.lists(st.sampled_from(bad), max_size=6).map(
+        lambda chosen: replace(GOOD, **{k: v for case in chosen for k, v in case.items()})
+    )
+
+
+@given(any_facts())
+def test_property_conditions_first_and_never_engaged_with_an_obstacle(facts):
+    conditions = engage.ENVIRONMENT_CONDITIONS + engage.LAUNCH_CONDITIONS
+    obstacles = engage.ENVIRONMENT_OBSTACLES + engage.LAUNCH_OBSTACLES
+    decision = decide(ON, facts)
+    if not all(rule.ok(facts) for rule in conditions):
+        assert decision.state is State.INERT
+    else:
+        clear = all(rule.ok(facts) for rule in obstacles)
+        assert decision.state is (State.ENGAGED if clear else State.REFUSED)
+    assert decide(OFF, facts) == Decision(State.INERT)
+
+
+def test_off_is_silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engage.engage(OFF, GOOD) == Decision(State.INERT)
+    assert engage.current() is None
+
+
+def test_inert_warns_once_with_all_that_is_missing():
+    facts = replace(GOOD, is_hip=False, enable_hierarchical_cache=False)
+    with pytest.warns(RuntimeWarning) as caught:
+        engage.engage(ON, facts)
+    (warning,) = caught
+    assert "ROCm" in str(warning.message)
+    assert "--enable-hierarchical-cache" in str(warning.message)
+    assert engage.current() is None
+
+
+def test_a_rank_does_not_repeat_the_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engage.engage(ON, replace(GOOD, is_hip=False), announce=False)
+
+
+def test_refused_carries_every_reason():
+    facts = replace(GOOD, page_size=64, use_ray=True)
+    with pytest.raises(Refused) as caught:
+        engage.engage(ON, facts)
+    assert caught.value.reasons == decide(ON, facts).obstacles
+    assert isinstance(caught.value, ValueError)
+    for reason in caught.value.reasons:
+        assert f"\n  - {reason}" in str(caught.value)
+
+
+def test_engagement_is_recorded_and_replaced():
+    engage.engage(ON, GOOD)
+    assert engage.current() == engage.Engagement(ON, Decision(State.ENGAGED))
+    with pytest.raises(Refused):
+        engage.engage(ON, replace(GOOD, use_ray=True))
+    assert engage.current() is None
+    engage.engage(ON, GOOD)
+    engage.engage(OFF, GOOD)
+    assert engage.current() is None
+    engage.engage(ON, GOOD)
+    engage.reset()
+    assert engage.current() is None
