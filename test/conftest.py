@@ -37,7 +37,6 @@ def environment(**values):
 def make_engine(model_path):
     """Build an in-process engine: ``make_engine(stock=True, env={...}, **server_args)``; a context manager."""
     from sglang.srt.plugins import load_plugins
-
     from sglang_unified_kv.reference.harness import InProcessEngine
 
     load_plugins()  # with the product requested, whatever the first engine will be

@@ -138,9 +138,7 @@ def source_fingerprint(value: Any) -> str:
 def parameter_list(value: Any) -> str:
     """Parameter names of a callable with ``*`` and ``/`` markers, without annotations and defaults."""
     signature = inspect.signature(inspect.unwrap(_function(value)))
-    bare = [
-        p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()
-    ]
+    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
     # Signature refuses required parameters after optional ones only when defaults are kept.
     text = str(inspect.Signature(bare))
     return text[1:-1]
@@ -246,7 +244,9 @@ class Series:
             return [f"{where}: target is missing"]
         reasons = []
         if HookRegistry._hooks.get(edit.dotted):
-            sources = {s.plugin_name if s else "unknown" for _, _, s in HookRegistry._hooks[edit.dotted]}
+            sources = {
+                s.plugin_name if s else "unknown" for _, _, s in HookRegistry._hooks[edit.dotted]
+            }
             reasons.append(f"{where}: hooked by another plugin ({', '.join(sorted(sources))})")
         layer = _foreign_layer(value, Path(sglang.__file__).parent)
         if layer is not None:
@@ -255,7 +255,10 @@ class Series:
             return reasons
         if edit.params is not None and (found := parameter_list(value)) != edit.params:
             reasons.append(f"{where}: parameters are ({found}), expected ({edit.params})")
-        if edit.fingerprint is not None and (found := source_fingerprint(value)) != edit.fingerprint:
+        if (
+            edit.fingerprint is not None
+            and (found := source_fingerprint(value)) != edit.fingerprint
+        ):
             reasons.append(f"{where}: source fingerprint is {found}, expected {edit.fingerprint}")
         return reasons
 
@@ -273,7 +276,9 @@ class Series:
             try:
                 self._install(edit)
             except Exception as error:
-                raise EditError([f"{edit.kind.value} {edit.target}: applying failed: {error!r}"]) from error
+                raise EditError(
+                    [f"{edit.kind.value} {edit.target}: applying failed: {error!r}"]
+                ) from error
         reasons = self.audit()
         if reasons:
             raise EditError(reasons)
@@ -310,7 +315,11 @@ class Series:
             installed = self._installed[edit.target]
             if _resolve(edit.target).get() is not installed:
                 reasons.append(f"{where}: is no longer the object that was installed")
-            foreign = [s for _, hook, s in HookRegistry._hooks.get(edit.dotted, ()) if hook is not edit.ours]
+            foreign = [
+                s
+                for _, hook, s in HookRegistry._hooks.get(edit.dotted, ())
+                if hook is not edit.ours
+            ]
             if foreign:
                 names = sorted({s.plugin_name if s else "unknown" for s in foreign})
                 reasons.append(f"{where}: another plugin registered a hook ({', '.join(names)})")

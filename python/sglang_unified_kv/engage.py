@@ -51,7 +51,7 @@ class Facts(EnvironmentFacts):
     """Everything the decision needs: the environment, and SGLang's arguments after resolution.
 
     The fields below carry SGLang's names; ``architecture`` and ``model_type`` are those of the
-    model's configuration, empty when there is no model to read one from.
+    model's configuration.
     """
 
     architecture: str

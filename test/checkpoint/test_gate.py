@@ -2,7 +2,6 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from sglang_unified_kv.checkpoint.reuse import GatedMatch, TreeMatch, gate
 
 pages = st.integers(0, 12)

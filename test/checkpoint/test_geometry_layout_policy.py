@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from sglang_unified_kv.checkpoint.geometry import boundaries, page_floor, ring_rows, row_sources
 from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind, RingSpec
 from sglang_unified_kv.checkpoint.policy import Grid, Span
@@ -29,7 +28,9 @@ def test_boundaries_are_the_multiples_a_span_completes(start, length, stride):
     assert found == [p for p in range(start + 1, start + length + 1) if p % step == 0]
 
 
-@given(st.integers(0, 5000), st.lists(st.integers(1, 900), min_size=1, max_size=6), st.integers(1, 4))
+@given(
+    st.integers(0, 5000), st.lists(st.integers(1, 900), min_size=1, max_size=6), st.integers(1, 4)
+)
 def test_chunking_does_not_change_the_grid(start, chunks, stride):
     policy, found, position = Grid(PAGE, stride), [], start
     for chunk in chunks:

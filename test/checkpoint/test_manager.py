@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind
 from sglang_unified_kv.checkpoint.manager import CheckpointError, CheckpointManager, NewRange, Row
 from sglang_unified_kv.checkpoint.policy import Grid
@@ -96,7 +95,10 @@ class Engine:
         for i, ring in enumerate(self.rings):
             rows = WINDOW if ring.spec.kind is Kind.WINDOW else 4
             found = torch.stack(
-                [ring.buffer[slot * ring.size + p % ring.size] for p in range(boundary - rows, boundary)]
+                [
+                    ring.buffer[slot * ring.size + p % ring.size]
+                    for p in range(boundary - rows, boundary)
+                ]
             )
             assert torch.equal(found, self.rows(rid, i, boundary - rows, boundary)), (i, boundary)
         self.manager.close_step()
@@ -168,8 +170,11 @@ def test_more_interior_boundaries_than_staging_drop_the_shallow_ones_and_count()
     engine.forward([("r0", 0, 0, 1100)])
     engine.commit("r0", 1100)
     assert engine.manager.stats.dropped_no_staging == 2
-    assert [b for b in (256, 512, 768, 1024) if chain("r0")[b // PAGE - 1] in engine.manager.store] == [
-        768, 1024,
+    assert [
+        b for b in (256, 512, 768, 1024) if chain("r0")[b // PAGE - 1] in engine.manager.store
+    ] == [
+        768,
+        1024,
     ]
 
 

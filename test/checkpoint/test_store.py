@@ -4,7 +4,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from sglang_unified_kv.checkpoint.store import CheckpointStore, Published
 
 PAGE = 256
@@ -66,7 +65,12 @@ def test_deepest_is_bounded_by_limit_and_chain():
     publish(store, "p1", 256)
     publish(store, "p3", 768)
     assert [store.deepest(chain, n) for n in (0, 255, 256, 767, 768, 9999)] == [
-        0, 0, 256, 256, 768, 768,
+        0,
+        0,
+        256,
+        256,
+        768,
+        768,
     ]
     assert store.deepest(chain[:2], 9999) == 256
 

@@ -9,10 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
-
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.cli.demo_verdict import CASE_NAMES
+from typer.testing import CliRunner
 
 # The package's attribute of this name is the command.
 demo = importlib.import_module("sglang_unified_kv.cli.demo")

@@ -5,7 +5,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-
 from sglang_unified_kv.cli.client import ClientError, Generation, SGLangClient
 
 

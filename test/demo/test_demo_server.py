@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from sglang_unified_kv.cli.server import ServerFailed, ServerProcess, free_port
 
 # Starts a child that ignores SIGTERM, tells its id, and lives on.

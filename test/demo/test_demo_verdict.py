@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-
 from sglang_unified_kv.cli.demo_verdict import (
     CACHED_TOKENS,
     CASE_NAMES,

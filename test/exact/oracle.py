@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-
 from sglang_unified_kv.reference.harness import InProcessEngine, prompt
 
 PAGE, WINDOW = 256, 128
@@ -54,7 +54,9 @@ def poison_rings(engine) -> None:
 def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:
     """Names of the rings whose bytes differ."""
     assert left.keys() == right.keys()
-    return [n for n in left if not torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8))]
+    return [
+        n for n in left if not torch.equal(left[n].view(torch.uint8), right[n].view(torch.uint8))
+    ]
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Run:
         starts: first position computed by each extend of the request.
         resumed: rings just before the first layer of the first extend, at its first position.
         ended: rings after the last extend, at the end of the prompt.
+        at_boundary: rings after each forward that ended at a page boundary.
     """
 
     output_ids: list[int] = field(default_factory=list)
@@ -78,32 +81,54 @@ class Run:
     starts: list[int] = field(default_factory=list)
     resumed: dict | None = None
     ended: dict | None = None
+    at_boundary: dict[int, dict] = field(default_factory=dict)
+
+
+class Row(NamedTuple):
+    """One request in one target forward: ``[start, end)`` is computed in request slot ``slot``."""
+
+    rid: str
+    slot: int
+    start: int
+    end: int
+    decode: bool
 
 
 @contextmanager
-def before_layers(engine, callback):
-    """Call ``callback(forward_batch)`` inside each target forward, after restores and before any layer."""
-    runner = engine.model_runner
-    inner = runner._forward_raw
+def watch(engine: InProcessEngine, before=None, after=None):
+    """Call ``before(row)`` and ``after(row, logits)`` for every row of every target forward.
 
-    def tapped(forward_batch, *args, **kwargs):
-        callback(forward_batch)
-        return inner(forward_batch, *args, **kwargs)
+    ``before`` runs inside the forward, behind restores and before any layer; ``logits`` is ``[vocab]``.
+    """
+    scheduler, runner = engine.scheduler, engine.model_runner
+    launch, forward = scheduler.run_batch, runner._forward_raw
+    rids: list[str] = []
 
-    runner._forward_raw = tapped
+    def launched(batch, *args, **kwargs):
+        rids[:] = [req.rid for req in batch.reqs]
+        return launch(batch, *args, **kwargs)
+
+    def rows(batch):
+        ends, decode = batch.seq_lens.tolist(), not batch.forward_mode.is_extend()
+        starts = [e - 1 for e in ends] if decode else batch.extend_prefix_lens.tolist()
+        slots = batch.req_pool_indices.tolist()
+        return [Row(*row, decode) for row in zip(rids, slots, starts, ends, strict=True)]
+
+    def inner(batch, *args, **kwargs):
+        for row in rows(batch) if before else ():
+            before(row)
+        return forward(batch, *args, **kwargs)
+
+    def behind(batch, logits):
+        for index, row in enumerate(rows(batch) if after else ()):
+            after(row, logits[index])
+
+    scheduler.run_batch, runner._forward_raw = launched, inner
     try:
-        yield
+        with engine.tap(behind):
+            yield
     finally:
-        del runner._forward_raw
-
-
-def rows_of(forward_batch):
-    """(row, slot, start, end, decode) of every request of a forward."""
-    slots = forward_batch.req_pool_indices.tolist()
-    ends = forward_batch.seq_lens.tolist()
-    decode = not forward_batch.forward_mode.is_extend()
-    starts = [e - 1 for e in ends] if decode else forward_batch.extend_prefix_lens.tolist()
-    return [(i, s, a, b, decode) for i, (s, a, b) in enumerate(zip(slots, starts, ends, strict=True))]
+        del scheduler.run_batch, runner._forward_raw
 
 
 class Recorder:
@@ -111,7 +136,6 @@ class Recorder:
 
     def __init__(self, engine: InProcessEngine):
         self.engine = engine
-        self.at_boundary: dict[int, dict] = {}
 
     def run(self, ids: list[int], new_tokens: int = 3, **request) -> Run:
         return self.run_many([ids], new_tokens, **request)[0]
@@ -122,50 +146,24 @@ class Recorder:
         runs = {rid: Run() for rid in rids}
         lengths = dict(zip(rids, map(len, prompts), strict=True))
 
-        def request_in(slot):
-            return next(
-                (
-                    r.rid
-                    for r in engine.scheduler.running_batch.reqs + self._launched
-                    if r.kv is not None and r.kv.holds_kv and r.kv.req_pool_idx == slot
-                ),
-                None,
-            )
+        def before(row):
+            if row.start < lengths[row.rid] and not runs[row.rid].starts and row.start:
+                runs[row.rid].resumed = rows_before(engine, row.slot, row.start)
 
-        def before(batch):
-            for _, slot, start, _, decode in rows_of(batch):
-                run = runs.get(request_in(slot))
-                if run is not None and not decode and not run.starts and start:
-                    run.resumed = rows_before(engine, slot, start)
+        def after(row, logits):
+            run, length = runs[row.rid], lengths[row.rid]
+            if row.start < length:
+                run.starts.append(row.start)
+            if row.end % PAGE == 0:
+                run.at_boundary[row.end] = rows_before(engine, row.slot, row.end)
+            if row.end >= length:
+                run.logits.append(logits.clone())
+            if row.end == length >= WINDOW:
+                run.ended = rows_before(engine, row.slot, row.end)
 
-        def after(batch, logits):
-            for row, slot, start, end, _ in rows_of(batch):
-                rid = request_in(slot)
-                if rid not in runs:
-                    continue
-                if start < lengths[rid]:
-                    runs[rid].starts.append(start)
-                if end % PAGE == 0 and len(rids) == 1:
-                    self.at_boundary[end] = rows_before(engine, slot, end)
-                if end >= lengths[rid]:
-                    runs[rid].logits.append(logits[row].clone())
-                if end == lengths[rid] and end >= WINDOW:
-                    runs[rid].ended = rows_before(engine, slot, end)
-
-        inner = engine.scheduler.run_batch
-
-        def launch(batch, *args, **kwargs):
-            self._launched = list(batch.reqs)
-            return inner(batch, *args, **kwargs)
-
-        engine.scheduler.run_batch = launch
-        try:
-            with engine.tap(after), before_layers(engine, before):
-                outputs = engine.run_many(*rids)
-        finally:
-            del engine.scheduler.run_batch
-        for rid, output in zip(rids, outputs, strict=True):
-            run = runs[rid]
+        with watch(engine, before, after):
+            outputs = engine.run_many(*rids)
+        for run, output in zip(runs.values(), outputs, strict=True):
             run.output_ids, run.cached_tokens = output.output_ids, output.cached_tokens
             run.details = output.details
         engine.drain()
@@ -196,7 +194,9 @@ class Oracle:
         return self._runs[length]
 
     def at(self, boundary: int) -> dict[str, torch.Tensor]:
-        return self._recorder.at_boundary[boundary]
+        return next(
+            r.at_boundary[boundary] for r in self._runs.values() if boundary in r.at_boundary
+        )
 
 
 def assert_equal_runs(hit: Run, cold: Run) -> None:

@@ -9,7 +9,6 @@ from oracle import (
     poison_rings,
 )
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
 from sglang_unified_kv.checkpoint.layout import Kind
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.checkpoint.restore import ALL_KINDS
@@ -65,7 +64,7 @@ def test_hit_is_bit_equal_to_the_cold_run(engine, manager, oracle, stride):
 @pytest.mark.parametrize("missing", list(Kind), ids=lambda kind: kind.value)
 def test_each_part_of_a_record_is_needed(engine, manager, oracle, missing):
     recorder = Recorder(engine)
-    recorder.cold(oracle.text)
+    recorder.run(oracle.text)
     manager.restore_kinds = ALL_KINDS - {missing}
     poison_rings(engine)
     hit = recorder.run(oracle.text)

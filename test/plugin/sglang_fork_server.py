@@ -1,4 +1,4 @@
-"""Runs scripts in processes that have SGLang imported already: importing it costs 20 s, a fork none.
+"""Runs scripts in processes that have SGLang imported already: importing costs 20 s, a fork none.
 
 One JSON request per line on stdin, one JSON answer per line on stdout. A request is
 ``{"script", "environ", "path", "argv", "cwd"}``. Each script runs as ``__main__`` of a fork of its

@@ -1,4 +1,4 @@
-"""Loading with the feature asked for: every broken precondition ends the process with its reason."""
+"""Loading with the feature asked for: a broken precondition ends the process with its reason."""
 
 import pytest
 from conftest import LOAD, ON

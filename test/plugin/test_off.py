@@ -33,7 +33,7 @@ def test_the_entry_module_needs_the_standard_library_only(forks):
 
 
 def test_every_target_is_the_unwrapped_upstream_object(forks):
-    # The preflight compares source, parameters and origin of every target; the registry is empty of us.
+    # The preflight compares source, parameters and origin of every target.
     script = LOAD + (
         "from sglang.srt.plugins.hook_registry import HookRegistry\n"
         "from sglang_unified_kv.edit import Kind\n"
@@ -51,6 +51,21 @@ def test_the_stride_variable_is_ignored_with_one_warning(forks):
     ended = forks.run(LOAD, {STRIDE: "2"})
     assert ended.rc == 0
     assert ended.stderr.count(f"sglang-unified-kv: warning: {STRIDE} is ignored") == 1
+
+
+def test_children_do_not_repeat_the_warning(forks):
+    script = LOAD + (
+        "import multiprocessing, sglang.srt.plugins as loader\n"
+        "def child():\n"
+        "    loader._plugins_loaded = False\n"
+        "    loader.load_plugins()\n"
+        "    print('loaded', flush=True)\n"
+        "process = multiprocessing.get_context('fork').Process(target=child)\n"
+        "process.start(); process.join()"
+    )
+    ended = forks.run(script, {STRIDE: "2"})
+    assert ended.stdout == "loaded\n"
+    assert ended.stderr.count(f"{STRIDE} is ignored") == 1
 
 
 # Runs SGLang's own launcher as `python -m` does, up to the point where its arguments are parsed.

@@ -96,7 +96,9 @@ class InteriorCapture:
             RuntimeError: a section was never gathered; the records would hold another capture's bytes.
         """
         if self._missing:
-            raise RuntimeError(f"sections {sorted(self._missing)} were not captured in this forward")
+            raise RuntimeError(
+                f"sections {sorted(self._missing)} were not captured in this forward"
+            )
         self._mover.save(self._staged, [c.host_slot for c in self.captures])
 
 

@@ -129,9 +129,7 @@ class CheckpointManager:
         self._generation: dict[int, int] = {}
         self._step: _Step | None = None
         self._armed = False
-        self._section_of = {
-            (r.spec.kind, r.buffer.data_ptr()): i for i, r in enumerate(self.rings)
-        }
+        self._section_of = {(r.spec.kind, r.buffer.data_ptr()): i for i, r in enumerate(self.rings)}
 
     # -- before the forward
 
@@ -292,12 +290,19 @@ class CheckpointManager:
             (fresh if span.leaf else adopted).update(inside)
         pending = self._pending.get(rid, {})
         ready = sorted(b for b in pending if b <= length)
-        for boundary in sorted((fresh | (adopted if self.strict_provenance else set())) - set(ready)):
+        for boundary in sorted(
+            (fresh | (adopted if self.strict_provenance else set())) - set(ready)
+        ):
             # New pages and no capture: a record of an older run must not pair with them.
             self.stats.removed += self.store.remove(chain[boundary // page - 1])
         for boundary in ready:
-            self._publish(chain[boundary // page - 1], boundary, pending.pop(boundary),
-                          fresh=boundary in fresh, adopted=boundary in adopted)
+            self._publish(
+                chain[boundary // page - 1],
+                boundary,
+                pending.pop(boundary),
+                fresh=boundary in fresh,
+                adopted=boundary in adopted,
+            )
         if not pending:
             self._pending.pop(rid, None)
 
@@ -352,5 +357,7 @@ class CheckpointManager:
         """Raise AssertionError unless nothing is pinned, pending or in flight (invariant 6)."""
         self.check_integrity()
         assert self._step is None and not self._requested and not self._pending, (
-            self._step, self._requested, self._pending
+            self._step,
+            self._requested,
+            self._pending,
         )

@@ -7,20 +7,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .client import Generation, SGLangClient
-from .demo_verdict import CACHED_TOKENS, Case, compare
+from .demo_verdict import CACHED_TOKENS, HITS, Case, compare
 
 POOL_TOKENS = 4096
-"""Device KV pool (``--max-total-tokens``), 16 pages: room for a prompt and the churn beside it."""
-SLOTS = 4
-"""Request slots (``--max-running-requests``): as many churn prompts run at once, one per slot."""
+"""Device KV pool (``--max-total-tokens``), 16 pages: both prompts and the churn fit, 2 pages less
+would not do."""
+SLOTS = 8
+"""Request slots (``--max-running-requests``). SGLang charges the window ring per slot but evicts as
+if per token: with fewer slots than twice the churn, the churn alone would evict the prompt."""
+CHURN = 4
+"""Requests that run at once and leave their windows in their slots. SGLang hands out the slot that
+was freed last, so the next request gets one of theirs."""
 OUTPUT_TOKENS = 64
 CHURN_TOKENS = 200
-"""More than the 128 rows of a window, less than a page: dirties every slot, evicts nothing."""
+"""More than the 128 rows of a window, less than a page: dirties a slot whole, caches nothing."""
 CHURN_OUTPUT_TOKENS = 8
 EVICTION_TOKENS = 2304
-"""9 pages. Two such prompts in turn claim every page: a single one as large as the pool would
-wait forever, because SGLang admits a request only if a page more than it needs is there."""
-STEPS = 6 * len(CACHED_TOKENS)
+"""9 pages. Two such prompts in turn claim every page. A single one as large as the pool would wait
+forever: SGLang admits a request only where a page more than it needs could be freed."""
+STEPS = 3 + 3 * len(CACHED_TOKENS)
 """Calls of ``step`` in one story."""
 
 _FIRST_TOKEN, _VOCAB = 6, 1024
@@ -51,30 +56,29 @@ def tell(server: str, client: SGLangClient, step: Callable[[str], None]) -> Outc
         ClientError: the server failed.
     """
     outcome = Outcome()
-    for length in CACHED_TOKENS:
-        subject = prompt(length, length)
-        step(f"{length} tokens, cold")
-        client.flush_cache()
-        cold = client.generate(subject, max_new_tokens=OUTPUT_TOKENS)
-        outcome.cold_cached_tokens[f"{server}/{length}"] = cold.cached_tokens
-        step(f"{length} tokens, other requests recycle every slot")
-        _recycle_slots(client, seed=10 * length + 2)
-        step(f"{length} tokens, device hit")
-        warm = client.generate(subject, max_new_tokens=OUTPUT_TOKENS)
-        outcome.cases.append(_case(server, "device", length, cold, warm))
-        step(f"{length} tokens, eviction to the host")
-        for seed in (10 * length, 10 * length + 1):
-            client.generate(prompt(seed, EVICTION_TOKENS), max_new_tokens=1)
-        step(f"{length} tokens, other requests recycle every slot")
-        _recycle_slots(client, seed=10 * length + 100)
-        step(f"{length} tokens, host hit")
-        warm = client.generate(subject, max_new_tokens=OUTPUT_TOKENS)
-        outcome.cases.append(_case(server, "host", length, cold, warm))
+    subjects = {length: prompt(length, length) for length in CACHED_TOKENS}
+    cold = {}
+    client.flush_cache()
+    for length, subject in subjects.items():
+        step(f"cold prompt of {length} tokens")
+        cold[length] = client.generate(subject, max_new_tokens=OUTPUT_TOKENS)
+        outcome.cold_cached_tokens[f"{server}/{length}"] = cold[length].cached_tokens
+    for hit in HITS:
+        if hit == "host":
+            step("other prompts evict both to the host")
+            for seed in (1, 2):
+                client.generate(prompt(seed, EVICTION_TOKENS), max_new_tokens=1)
+        step("other requests recycle the slots")
+        _recycle_slots(client)
+        for length, subject in subjects.items():
+            step(f"{hit} hit of {length} tokens")
+            warm = client.generate(subject, max_new_tokens=OUTPUT_TOKENS)
+            outcome.cases.append(_case(server, hit, length, cold[length], warm))
     return outcome
 
 
-def _recycle_slots(client: SGLangClient, seed: int) -> None:
-    churn = [prompt(seed + i, CHURN_TOKENS) for i in range(SLOTS)]
+def _recycle_slots(client: SGLangClient) -> None:
+    churn = [prompt(10 + i, CHURN_TOKENS) for i in range(CHURN)]
     client.generate_batch(churn, max_new_tokens=CHURN_OUTPUT_TOKENS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -15,17 +16,27 @@ from ..edit import SGLANG_VERSION, Edit, Series
 def edits(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """List every edit of SGLang: the product's series, and the reference engine's apart."""
-    from ..edits import SERIES as product
-    from ..reference.edits import SERIES as reference
+    """List every edit of SGLang: the product's series, and the reference engine's apart.
 
+    Needs no SGLang. The reference engine's edits are torch functions; without torch they are left
+    out, and the output says so.
+    """
+    from ..edits import SERIES as product
+
+    listed = {"Product": product}
+    if find_spec("torch") is not None:
+        from ..reference.edits import SERIES as reference
+
+        listed["Reference engine (tests and demos only)"] = reference
+    else:
+        typer.echo("The reference engine's edits are not listed: torch is not installed.", err=True)
     if as_json:
-        series = {s.name: [_row(edit) for edit in s] for s in (product, reference)}
+        series = {s.name: [_row(edit) for edit in s] for s in listed.values()}
         typer.echo(json.dumps({"sglang": SGLANG_VERSION, "series": series}, indent=2))
         return
     console = Console()
-    _print(console, product, "Product")
-    _print(console, reference, "Reference engine (tests and demos only)")
+    for title, one in listed.items():
+        _print(console, one, title)
 
 
 def _row(edit: Edit) -> dict[str, Any]:

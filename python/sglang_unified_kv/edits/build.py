@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.pool_host.common import (
     _cuda_host_unregister,
     get_allocator_from_storage,
 )
+from sglang.srt.runtime_context import get_schedule
 
 from .. import engage
 from ..checkpoint.layout import CheckpointLayout, Kind
@@ -22,7 +23,6 @@ from ..checkpoint.staging import RecordMover, staging_slots
 from ..checkpoint.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -37,6 +37,16 @@ OVERLAP_ROWS = 4
 def stride_of(settings: Settings) -> int:
     """Pages between captures: the flag, or every page."""
     return settings.offload_page_stride or 1
+
+
+def device_slots(settings: Settings, page_size: int, context_tokens: int) -> int:
+    """Records of device staging; asked once when the KV pool is sized and once when it is allocated."""
+    return staging_slots(
+        step_tokens=stride_of(settings) * page_size,
+        chunk_tokens=max(get_schedule().chunked_prefill_size or 0, 0),
+        context_tokens=context_tokens,
+        override=settings.state_staging_pages,
+    )
 
 
 def rings_of(pool: DeepSeekV4TokenToKVPool) -> list[Ring]:
@@ -59,9 +69,12 @@ def rings_of(pool: DeepSeekV4TokenToKVPool) -> list[Ring]:
 
 
 def build_manager(
-    cache: UnifiedRadixCache, pool: DeepSeekV4TokenToKVPool, params: CacheInitParams
+    cache: UnifiedRadixCache, pool: DeepSeekV4TokenToKVPool, context_tokens: int
 ) -> CheckpointManager:
     """Allocate staging and host pool and put the manager together.
+
+    Args:
+        context_tokens: longest request of the model.
 
     Raises:
         ValueError: the host budget holds no record, or exceeds free host memory.
@@ -76,12 +89,7 @@ def build_manager(
     )
     stride = stride_of(settings)
     device = torch.device(pool.device)
-    slots = staging_slots(
-        step_tokens=stride * cache.page_size,
-        chunk_tokens=max(params.chunked_prefill_size or 0, 0),
-        context_tokens=params.req_to_token_pool.max_context_len,
-        override=settings.state_staging_pages,
-    )
+    slots = device_slots(settings, cache.page_size, context_tokens)
     host_pages = cache.cache_controller.mem_pool_host.size // cache.page_size
     sizes = torch.tensor([host_records(settings, layout, host_pages // stride), slots])
     # Once, so that every rank evicts and drops alike (invariant 2).

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from .. import engage
 from ..checkpoint.layout import CheckpointLayout, Kind, RingSpec
-from ..checkpoint.staging import staging_slots
 from .series import SERIES
 
 
@@ -23,9 +22,7 @@ def staging_bytes(configurator) -> int:
     """Device bytes of the staging ring that ``build_manager`` will allocate; 0 if not engaged."""
     if engage.current() is None or not configurator._unified:
         return 0
-    from sglang.srt.runtime_context import get_schedule
-
-    from .build import OVERLAP_ROWS, stride_of
+    from .build import OVERLAP_ROWS, device_slots
 
     settings = engage.current().settings
     c4_layers = range(configurator.num_layers(4))
@@ -45,10 +42,5 @@ def staging_bytes(configurator) -> int:
         window=configurator.sliding_window_size,
         overlap=OVERLAP_ROWS,
     )
-    slots = staging_slots(
-        step_tokens=stride_of(settings) * configurator.page_size,
-        chunk_tokens=max(get_schedule().chunked_prefill_size or 0, 0),
-        context_tokens=configurator.context_len,
-        override=settings.state_staging_pages,
-    )
+    slots = device_slots(settings, configurator.page_size, configurator.context_len)
     return slots * layout.record_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .. import engage
 from .series import SERIES
 
@@ -29,19 +31,40 @@ def create_unified_radix_cache(original, ctx, *, cache_class=None):
             f"strict prefix reuse cannot subclass the radix cache {cache_class.__name__}; remove the "
             "option that selects it or unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
         )
-    return original(ctx, cache_class=StrictUnifiedRadixCache)
+    strict = partial(StrictUnifiedRadixCache, context_tokens=ctx.model_config.context_len)
+    return original(ctx, cache_class=strict)
 
 
 OVERRIDES = {
     "__init__": ("self, params", "f28465f79ed7d781", "our fields exist before its reset"),
-    "init_hicache": ("self, server_args, params", "da91e0c4fed15241", "host pools are sized here; ours behind them"),
+    "init_hicache": (
+        "self, server_args, params",
+        "da91e0c4fed15241",
+        "host pools are sized here; ours behind them",
+    ),
     "match_prefix": ("self, params", "14f42df18d6eedb4", "the strict gate"),
-    "touch_prefix": ("self, key", "28fc9ffe3c307eb9", "keeps records of queued requests as young as their pages"),
+    "touch_prefix": (
+        "self, key",
+        "28fc9ffe3c307eb9",
+        "keeps records of queued requests as young as their pages",
+    ),
     "insert": ("self, params", "7059494fdad65977", "asks which ranges the tree adopted"),
-    "checkpoint_into_tree": ("self, req, *, up_to, **kwargs", "f68aeb8c88ed10d0", "captures become visible with the pages"),
-    "on_release": ("self, req, *, checkpointed", "387346129d28ed0f", "a request that gave its row back keeps nothing"),
+    "checkpoint_into_tree": (
+        "self, req, *, up_to, **kwargs",
+        "f68aeb8c88ed10d0",
+        "captures become visible with the pages",
+    ),
+    "on_release": (
+        "self, req, *, checkpointed",
+        "387346129d28ed0f",
+        "a request that gave its row back keeps nothing",
+    ),
     "_reset_full": ("self", "1cb01d9cafc6ad18", "a flushed tree has no checkpoints"),
-    "swa_reprefill_tail_tokens": ("self, req", "224ba3ea2bf7ae4d", "a restored window is not computed again"),
+    "swa_reprefill_tail_tokens": (
+        "self, req",
+        "224ba3ea2bf7ae4d",
+        "a restored window is not computed again",
+    ),
     "release_host_resources": ("self", "a00f1cdfc4b46d75", "unpins our host pool"),
 }
 for _name, (_params, _fingerprint, _why) in OVERRIDES.items():

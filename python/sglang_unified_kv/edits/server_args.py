@@ -78,15 +78,12 @@ def facts_of(server_args: Any) -> Facts:
     )
 
     cfg = resolving_view(server_args)
-    config = None
-    # SGLang resolves these two without a model.
-    if str(cfg.model_path).lower() not in ("none", "dummy"):
-        config = model_config_of(server_args).hf_config
+    config = model_config_of(server_args).hf_config
     algorithm = cfg.speculative_algorithm
     return Facts(
         **_environment(),
-        architecture=(config.architectures or [""])[0] if config else "",
-        model_type=config.model_type if config else "",
+        architecture=(config.architectures or [""])[0],
+        model_type=config.model_type,
         attention_backends=attention_backends_of(cfg),
         speculative_algorithm=None if algorithm in (None, "NONE") else algorithm,
         enable_decoder_swa_bounded_replay=bool(cfg.enable_decoder_swa_bounded_replay),

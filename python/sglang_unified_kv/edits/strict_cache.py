@@ -29,11 +29,17 @@ if TYPE_CHECKING:
 
 
 class StrictUnifiedRadixCache(UnifiedRadixCache):
-    """Reuses a prefix only where pages, window and overlap states are all there."""
+    """Reuses a prefix only where pages, window and overlap states are all there.
+
+    Args:
+        params: upstream's.
+        context_tokens: longest request of the model.
+    """
 
     checkpoints: CheckpointManager | None
 
-    def __init__(self, params: CacheInitParams) -> None:
+    def __init__(self, params: CacheInitParams, *, context_tokens: int) -> None:
+        self._context_tokens = context_tokens
         # The base constructor resets, and reset reaches these.
         self.checkpoints = None
         self._chains: WeakKeyDictionary[Req, list[str]] = WeakKeyDictionary()
@@ -43,7 +49,7 @@ class StrictUnifiedRadixCache(UnifiedRadixCache):
     def init_hicache(self, server_args: ServerArgs, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
-        self.checkpoints = build_manager(self, pool, params)
+        self.checkpoints = build_manager(self, pool, self._context_tokens)
         activate(Active(self.checkpoints, pool))
         # Builds SGLang's native hash now, seconds before the first request instead of during it.
         get_storage_hash_str(RadixKey(array("q", [0]) * self.page_size), None, self.page_size)
@@ -83,9 +89,9 @@ class StrictUnifiedRadixCache(UnifiedRadixCache):
             self._touch(chain, self.checkpoints.store.deepest(chain, len(self._view(key))))
 
     def restore_swa_windows(self, req: Req) -> None:
-        chain = self._chain(req, self._view(RadixKey(
-            req.full_untruncated_fill_ids, req.extra_key, cache_salt=req.cache_salt
-        )))
+        tokens = req.full_untruncated_fill_ids
+        key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
+        chain = self._chain(req, self._view(key))
         pages = req.prefix_len // self.page_size
         self.checkpoints.request_restore(req.rid, chain[pages - 1], req.prefix_len)
 

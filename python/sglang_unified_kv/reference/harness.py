@@ -4,8 +4,8 @@
         cold = engine.run(prompt(0, 700))
         assert engine.run(prompt(0, 700)).cached_tokens == 512
 
-No server, no tokenizer and no other process; a test decides when the scheduler takes a step. Engines
-may follow one another in a process, two at a time cannot be.
+No server, no tokenizer and no other process; a test decides when the scheduler takes a step.
+Engines may follow one another in a process, two at a time cannot be.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ DEFAULTS = {
 class Output(NamedTuple):
     """What the scheduler sent for one request.
 
-    ``details`` splits ``cached_tokens`` by tier (device, host, storage), None when nothing was cached.
-    Log-probabilities are those of the chosen (output) and of the given (input) tokens, empty unless
-    ``return_logprob`` was asked for.
+    ``details`` splits ``cached_tokens`` by tier (device, host, storage), None when nothing was
+    cached. Log-probabilities are those of the chosen (output) and of the given (input) tokens,
+    empty unless ``return_logprob`` was asked for.
     """
 
     rid: str
@@ -71,8 +71,10 @@ class Output(NamedTuple):
 
 
 def prompt(seed: int, length: int, vocab: int = 1024) -> list[int]:
-    """``length`` token ids without the special ones, the same for the same ``seed``; a longer prompt
-    of a seed starts with the shorter one."""
+    """``length`` ordinary token ids, the same for the same ``seed``.
+
+    A longer prompt of a seed starts with the shorter one.
+    """
     source = random.Random(seed)
     return [source.randrange(6, vocab) for _ in range(length)]
 
@@ -266,7 +268,7 @@ class InProcessEngine:
         self.scheduler.process_input_requests([AbortReq(rid=rid)])
 
     def drain(self, timeout_s: float = 600.0) -> None:
-        """Step until the scheduler is idle and every HiCache copy, backup and prefetch is acknowledged."""
+        """Step until nothing is queued, running or under way between the cache tiers."""
 
         def idle() -> bool:
             tree = self.tree

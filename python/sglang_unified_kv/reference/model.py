@@ -1,9 +1,10 @@
 """Writes the tiny DeepSeek-V4 that the reference engine serves.
 
-``python -m sglang_unified_kv.reference.model DIR`` or :func:`write_tiny_model`. Nothing is downloaded:
-config, tokenizer and a safetensors checkpoint in DeepSeek's own names come from this file, the same
-bytes on every machine. Head, window, page and index sizes are upstream's (its kernels assert them), all
-else is small: 4 layers with compress ratios 0, 4, 128, 4, about 6 million parameters.
+``python -m sglang_unified_kv.reference.model DIR`` or :func:`write_tiny_model`. Nothing is
+downloaded: config, tokenizer and a safetensors checkpoint in DeepSeek's own names come from this
+file, the same bytes on every machine. Head, window, page and index sizes are upstream's (its
+kernels assert them), all else is small: 4 layers with compress ratios 0, 4, 128, 4, about 6 million
+parameters.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ CONFIG = {
 class _Weights:
     """Named tensors, each seeded by its name.
 
-    Values are sums of four integers in [-128, 128), scaled and rounded to bfloat16: nearly normal, the
-    same on every machine, and of so few bits that the engine's float64 sums are exact.
+    Values are sums of four integers in [-128, 128), scaled and rounded to bfloat16: nearly normal,
+    the same on every machine, and of so few bits that the engine's float64 sums are exact.
     """
 
     def __init__(self) -> None:
@@ -117,7 +118,7 @@ class _Weights:
         self.tensors[name] = value if dtype is None else value.to(dtype)
 
     def linear(self, name, rows, columns, gain=1.0, dtype=None) -> None:
-        """``[rows, columns]`` whose product with a vector of unit entries has entries of ``gain``."""
+        """``[rows, columns]`` whose product with entries of size 1 has entries of size ``gain``."""
         self.add(name, rows, columns, std=gain * columns**-0.5, dtype=dtype)
 
 

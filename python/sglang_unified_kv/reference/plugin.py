@@ -35,9 +35,9 @@ def switch(name: str, default: bool) -> bool:
 
 
 def _prepare_environment() -> list[str]:
-    """Set what the engine needs; every variable that the user set otherwise is a reason to stop."""
+    """Set what the engine needs; a variable that the user set otherwise is a reason to stop."""
     reasons = [
-        f"{name}={os.environ[name]!r}: the reference engine needs {value!r}; unset it or unset {ENV}"
+        f"{name}={os.environ[name]!r}: the reference engine needs {value!r}; unset it or {ENV}"
         for name, value in REQUIRED_ENVIRONMENT.items()
         if os.environ.get(name, value) != value
     ]

@@ -1,4 +1,4 @@
-"""HiCache's host pools and their copies, which upstream has with sgl_kernel and pinned memory only."""
+"""HiCache's host pools and copies, which upstream has with pinned memory and sgl_kernel only."""
 
 from __future__ import annotations
 

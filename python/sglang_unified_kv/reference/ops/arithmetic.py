@@ -1,28 +1,24 @@
 """Sums and elementary functions whose bits do not depend on what else is computed in the call.
 
 A GEMM or a reduction may round a row differently when the number of rows changes, and a vectorised
-``exp`` differently in the tail of an array. Chunk invariance forbids both, so
+function may round differently in the tail of an array. Chunk invariance forbids both, so
 
-- a product of two matrices of few significant bits (bfloat16, fp8) is summed in float64, where every
-  partial sum is exact: an order of summation cannot show. Exactness needs the terms of a sum to lie
-  within 37 binary orders of magnitude; beyond that the error is below 2**-53 of the sum, and it would
-  have to meet a rounding tie of the result to be seen;
+- sums of products of bfloat16 or fp8 numbers are taken in float64, where they are exact: no order
+  of summation can show. That needs the terms of a sum to lie within 37 binary orders of magnitude
+  of it; beyond, the error is below 2**-53 of the sum and would have to meet a rounding tie to be
+  seen;
 - other sums are folded in halves, a fixed tree of element-wise additions;
-- exp and its kin are built from IEEE additions and multiplications.
+- functions are built from IEEE operations, ``exp`` and ``log``. Torch computes these two alike at
+  every place of an array, but not ``sigmoid``, ``silu`` and ``softplus``.
 
-``set_chunk_invariant(False)`` gives plain float32 torch instead, to show what unequal chunking does.
+``set_chunk_invariant(False)`` gives plain float32 torch instead, to show what unequal chunking
+does.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
-
-_LOG2E = math.log2(math.e)
-# 2**f on [-0.5, 0.5], Taylor to degree 7: relative error below 2**-24.
-_EXP2_COEFFICIENTS = [math.log(2.0) ** n / math.factorial(n) for n in range(7, -1, -1)]
 
 _chunk_invariant = True
 
@@ -38,12 +34,12 @@ def chunk_invariant() -> bool:
 
 
 def product_dtype() -> torch.dtype:
-    """Dtype in which matrix products are summed."""
+    """Dtype in which products are summed."""
     return torch.float64 if _chunk_invariant else torch.float32
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` as float32; exact sums for operands of at most 16 significant bits together."""
+    """``a @ b`` as float32; the sums are exact for operands of few significant bits."""
     dtype = product_dtype()
     return (a.to(dtype) @ b.to(dtype)).float()
 
@@ -52,53 +48,39 @@ def fold_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Sum over ``dim`` by adding the upper half to the lower half until one element is left."""
     if not _chunk_invariant:
         return x.sum(dim)
-    x = x.movedim(dim, 0)
-    while x.shape[0] > 1:
-        half = x.shape[0] // 2
-        folded = x[:half] + x[half : 2 * half]
-        x = torch.cat([folded, x[2 * half :]]) if x.shape[0] % 2 else folded
-    return x[0]
+    while (n := x.shape[dim]) > 1:
+        if n == 4:
+            a, b, c, d = x.unbind(dim)
+            return (a + c) + (b + d)
+        half = n // 2
+        folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat([folded, x.narrow(dim, n - 1, 1)], dim) if n % 2 else folded
+    return x.squeeze(dim)
 
 
 def mean_square(x: torch.Tensor) -> torch.Tensor:
     """Mean of squares over the last dimension, kept: ``[..., D] -> [..., 1]`` float32."""
+    if x.dtype is torch.bfloat16:
+        x = x.to(product_dtype())
+        return (x * x).mean(-1, keepdim=True).float()
     x = x.float()
     return (fold_sum(x * x, -1) / x.shape[-1]).unsqueeze(-1)
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """float32 exponential, clamped to the normal range (no infinities, underflow gives 0)."""
-    x = x.float()
-    if not _chunk_invariant:
-        return x.exp()
-    scaled = (x * _LOG2E).clamp_(-127.0, 127.0)
-    whole = scaled.round()
-    fraction = scaled.sub_(whole)
-    result = torch.full_like(fraction, _EXP2_COEFFICIENTS[0])
-    for coefficient in _EXP2_COEFFICIENTS[1:]:
-        result.mul_(fraction).add_(coefficient)
-    power = whole.to(torch.int32).add_(127).bitwise_left_shift_(23).view(torch.float32)
-    return result.mul_(power)
-
-
-def log(x: torch.Tensor) -> torch.Tensor:
-    """float32 natural logarithm of positive normal numbers, by Halley's iteration on :func:`exp`."""
-    x = x.float()
-    if not _chunk_invariant:
-        return x.log()
-    y = (x.view(torch.int32) - 0x3F800000).float() * (math.log(2.0) / (1 << 23))
-    for _ in range(3):
-        e = exp(y)
-        y = y + 2.0 * (x - e) / (x + e)
-    return y
+    return x.float().exp()
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    return 1.0 / (1.0 + exp(-x)) if _chunk_invariant else torch.sigmoid(x.float())
+    """Logistic function in float32."""
+    x = x.float()
+    return 1.0 / (1.0 + exp(-x)) if _chunk_invariant else torch.sigmoid(x)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
-    return x.float() * sigmoid(x) if _chunk_invariant else F.silu(x.float())
+    """``x * sigmoid(x)`` in float32."""
+    x = x.float()
+    return x * sigmoid(x) if _chunk_invariant else F.silu(x)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +88,7 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     if not _chunk_invariant:
         return F.softplus(x)
-    return x.clamp_min(0.0) + log(1.0 + exp(-x.abs()))
+    return x.clamp_min(0.0) + (1.0 + exp(-x.abs())).log()
 
 
 def softmax(x: torch.Tensor, dim: int) -> torch.Tensor:

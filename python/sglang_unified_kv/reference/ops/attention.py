@@ -1,8 +1,9 @@
 """Sparse attention over the unified pool, and the indexer's scores and top-k.
 
-A *source* is ``(rows, indices, indptr)``: query ``t`` attends to ``rows[indices[indptr[t]:indptr[t+1]]]``
-(bf16 ``[*, D]``, int32, -1 for none). Keys are values. The sum over keys is exact in the chunk-invariant
-mode, so their order and the split between sources do not show.
+A *source* is ``(rows, indices, indptr)``: query ``t`` attends to the rows
+``indices[indptr[t]:indptr[t+1]]`` (rows bf16 ``[*, D]``, indices int32, -1 for none). Keys are
+values. The sum over keys is exact in the chunk-invariant mode, so neither their order nor the split
+between sources shows.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def prefill(
     attn_sink,
     softmax_scale,
 ):
-    """Attention of ``q`` ``[T, H, D]`` to the pool (prefix) and to this chunk's own keys (extend)."""
+    """Attention of ``q`` ``[T, H, D]`` to the pool (prefix) and this chunk's own keys (extend)."""
     sources = [
         (unified_kv, kv_indices_prefix, kv_indptr_prefix),
         (kv_extend, kv_indices_extend, kv_indptr_extend),
@@ -66,7 +67,7 @@ def _attend(q, attn_sink, scale: float, sources: Sequence[Source]) -> torch.Tens
 
 
 def _shared_rows(indices, counts, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that any of these queries reads, ``[U]``, and which query reads which, ``[t, U]`` bool."""
+    """Rows that any of these queries reads, ``[U]``, and which reads which, ``[t, U]`` bool."""
     query = torch.repeat_interleave(counts.long())
     real = indices >= 0
     index, query = indices[real].long(), query[real]
@@ -80,7 +81,7 @@ def _shared_rows(indices, counts, n_rows: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _softmax_attend(q, keys, visible, sink, scale: float) -> torch.Tensor:
-    """``q`` ``[t, H, D]`` over ``keys`` ``[U, D]`` where ``visible`` ``[t, U]``; ``sink`` ``[H]``."""
+    """``q`` ``[t, H, D]`` over ``keys`` ``[U, D]`` where ``visible`` ``[t, U]``; sink ``[H]``."""
     t, heads, dim = q.shape
     dtype = arithmetic.product_dtype()
     keys = keys.to(dtype)
@@ -113,10 +114,10 @@ def indexer_scores(
     max_seq_len,
     clean_logits=True,
 ) -> torch.Tensor:
-    """Scores ``[B, max_seq_len]`` float32 of queries ``[B, 1, H, 128]`` against the paged indexer keys.
+    """Scores ``[B, max_seq_len]`` float32 of queries ``[B, 1, H, 128]`` against paged indexer keys.
 
-    ``sum_h weight[b, h] * relu(q[b, h] . k) * key scale``; 0 beyond ``seq_lens``. Rows of one request
-    share a page table and are computed against the same keys.
+    ``sum_h weight[b, h] * relu(q[b, h] . k) * key scale``, 0 beyond ``seq_lens``. Rows of one
+    request share a page table and meet the same keys.
     """
     n, _, heads, dim = q_fp8.shape
     page_size = kvcache_fp8.shape[1]
@@ -152,13 +153,12 @@ def topk_transform(
     """
     n, k = out_page_indices.shape
     width = scores.shape[1]
-    position = torch.arange(width, device=scores.device)
-    valid = position < seq_lens.view(-1, 1)
-    ranked = scores.masked_fill(~valid, float("-inf")).sort(dim=1, descending=True, stable=True)
-    chosen = ranked.indices[:, :k].sort(dim=1).values if width > k else position.expand(n, width)
-    chosen = torch.where(chosen < seq_lens.view(-1, 1), chosen, width)
-    chosen = chosen.sort(dim=1).values
-    real = chosen < width
+    length = seq_lens.view(-1, 1)
+    chosen = torch.arange(width, device=scores.device).expand(n, width)
+    if width > k:
+        ranked = scores.masked_fill(chosen >= length, float("-inf"))
+        chosen = ranked.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+    real = chosen < length
     page = torch.gather(page_tables, 1, torch.where(real, chosen // page_size, 0)).long()
     slots = torch.where(real, page * page_size + chosen % page_size, -1)
     out_page_indices.fill_(-1)

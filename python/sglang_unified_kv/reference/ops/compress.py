@@ -1,8 +1,11 @@
 """The C4 and C128 compressors: plans, pooling of a block, norm + rope + store.
 
-A plan is SGLang's: packed int32 rows seen as uint8. Prefill rows are ``(seq_len, ragged id | buffered
-<< 16, overlap page, page)``, one per finished block, and ``(ragged id, state row)``, one per position
-kept in the state ring; decode rows are ``(seq_len, state row, overlap page, page)``, one per request.
+A plan is SGLang's: packed int32 rows seen as uint8.
+
+- prefill, one per finished block: ``(seq_len, ragged id | buffered << 16, overlap page, page)``;
+- prefill, one per position kept in the state ring: ``(ragged id, state row)``;
+- decode, one per request: ``(seq_len, state row, overlap page, page)``.
+
 A *page* here is ``ratio`` consecutive rows of the state ring, which is addressed by request:
 ``req_pool_idx * ring + position % ring``.
 """
@@ -65,9 +68,7 @@ def plan_prefill(
     ratio, window = compress_ratio, _window(compress_ratio)
     spare = ring_size - window + 2 if ring_size > window else 0
     blocks, kept, base = [], [], 0
-    lengths = zip(
-        req_pool_indices.tolist(), seq_lens.tolist(), extend_lens.tolist(), strict=True
-    )
+    lengths = zip(req_pool_indices.tolist(), seq_lens.tolist(), extend_lens.tolist(), strict=True)
     for batch, (request, seq_len, extend_len) in enumerate(lengths):
         row = torch.arange(extend_len)
         position = row + (seq_len - extend_len)
@@ -171,7 +172,7 @@ def compress_forward(
 
 
 def _window_rows(ring, rows, plan, ragged, buffered, ratio) -> torch.Tensor:
-    """``[n, window, W]`` inputs of ``n`` blocks: the first ``buffered`` from the ring, then the chunk."""
+    """Inputs ``[n, window, W]`` of ``n`` blocks: ``buffered`` from the ring, then the chunk's."""
     window = _window(ratio)
     entry = torch.arange(window, device=ring.device)
     page = plan[:, 3:4].expand(-1, window)
@@ -184,7 +185,7 @@ def _window_rows(ring, rows, plan, ragged, buffered, ratio) -> torch.Tensor:
 
 
 def _pool(entries, seq_len, ape, head_dim, ratio) -> torch.Tensor:
-    """Softmax-weighted sum over a block's window, per channel: ``[n, window, W] -> [n, head_dim]``."""
+    """Softmax-weighted sum over the window, per channel: ``[n, window, W] -> [n, head_dim]``."""
     if _overlaps(ratio):
         old_kv, kv, old_score, score = entries.float().split(head_dim, -1)
         kv = torch.cat([old_kv[:, :ratio], kv[:, ratio:]], 1)

@@ -1,12 +1,10 @@
-"""HiCache copies between device and host pools: the three ``direct`` calls of sgl_kernel's kvcacheio.
+"""HiCache copies between device and host pools: the ``direct`` calls of sgl_kernel's kvcacheio.
 
-An index addresses one row of a layer's buffer (``page_size`` is 1 for DeepSeek-V4's paged pools); host
-rows may have another dtype or shape of the same size.
+An index addresses one row of a layer's buffer (``page_size`` is 1 for DeepSeek-V4's paged pools);
+host rows may have another dtype or shape of the same size.
 """
 
 from __future__ import annotations
-
-import torch
 
 
 def _copy_rows(source, destination, source_rows, destination_rows) -> None:
@@ -17,7 +15,7 @@ def _copy_rows(source, destination, source_rows, destination_rows) -> None:
 
 def _require_single_rows(page_size: int) -> None:
     if page_size != 1:
-        raise NotImplementedError(f"the reference engine copies single rows, not pages of {page_size}")
+        raise NotImplementedError(f"the reference engine copies rows, not pages of {page_size}")
 
 
 def copy_layers(src_layers, dst_layers, src_indices, dst_indices, page_size) -> None:
@@ -36,7 +34,7 @@ def layers_to_pages(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size) -> 
 
 
 def pages_to_layer(src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size) -> None:
-    """``transfer_kv_per_layer_direct_pf_lf``: one layer of a page-first host buffer to the device."""
+    """``transfer_kv_per_layer_direct_pf_lf``: one layer of a page-first host buffer to a device."""
     _require_single_rows(page_size)
     (pages,), (destination,) = src_ptrs, dst_ptrs
     _copy_rows(pages[:, layer_id], destination, src_indices, dst_indices)

@@ -33,7 +33,7 @@ def combine(x_flat, pre, hc, out_dtype) -> torch.Tensor:
 
 def head(x, hc_fn, hc_scale, hc_base, norm_eps, hc_eps) -> torch.Tensor:
     """Gated sum of the streams of ``x`` ``[T, hc, D]`` before the final norm, as ``[T, D]``."""
-    flat = x.flatten(1).float()
+    flat = x.flatten(1)
     mixes = arithmetic.matmul(flat, hc_fn.t()) / torch.sqrt(arithmetic.mean_square(flat) + norm_eps)
     pre = arithmetic.sigmoid(mixes * hc_scale + hc_base) + hc_eps
     return combine(flat, pre, x.shape[1], x.dtype)

@@ -1,7 +1,7 @@
 """Metadata and index streams of a forward: which pool rows each token reads and writes.
 
-Streams are ragged: ``indices`` holds the rows of token ``t`` at ``[indptr[t], indptr[t+1])``, the window
-(oldest first) and then the compressed rows, shifted by ``swa_pages`` into the unified pool.
+Streams are ragged: ``indices`` holds the rows of token ``t`` at ``[indptr[t], indptr[t+1])``, the
+window (oldest first) and then the compressed rows, shifted by ``swa_pages`` into the unified pool.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ import torch.nn.functional as F
 def compression_metadata(
     seq_lens, positions, raw_out_loc, page_table=None, page_size=0, compute_page_indices=True
 ):
-    """For C4 then C128: store location (0 inside a block), rope position, row count, row count >= 1;
-    last the C128 rows ``[T, 2 * pages]`` int32 of each token, -1 padded (None when not asked for)."""
+    """Where each token's compressed rows go and how many it sees.
+
+    Returns:
+        For C4, then for C128: store location (0 inside a block), rope position, row count, row
+        count of at least 1; last each token's C128 rows ``[T, 2 * pages]`` int32, -1 padded, or
+        None.
+    """
     n = raw_out_loc.shape[0]
     result = []
     for ratio in (4, 128):
@@ -49,7 +54,7 @@ def sparse_buffers(
     index_topk,
     page_index_align,
 ) -> dict[str, torch.Tensor]:
-    """Lengths capped at ``index_topk`` and the empty (-1) C4 index buffer that the indexer fills."""
+    """Lengths capped at ``index_topk``, and the empty (-1) C4 index buffer the indexer fills."""
     if c1_topk_lengths_clamp1 is not None or c2_topk_lengths_clamp1 is not None:
         raise NotImplementedError("the reference engine has compress ratios 0, 4 and 128 only")
     width = -(-index_topk // page_index_align) * page_index_align
@@ -86,8 +91,8 @@ def prefill_indices(
 ):
     """Streams ``(prefix indices, indptr, extend indices, indptr)`` of a prefill chunk.
 
-    Window positions before ``chunk_start`` are ring rows of the prefix, later ones rows of the chunk's
-    own keys, whose first token of the request is ``cu_q``.
+    Window positions before ``chunk_start`` are ring rows of the prefix, later ones rows of the
+    chunk's own keys, where ``cu_q`` is the request's first.
     """
     position, chunk = positions.long()[:, None], chunk_start.long()[:, None]
     step = torch.arange(win, device=positions.device)
@@ -109,7 +114,7 @@ def prefill_indices(
 
 
 def fill_compress_tail(*, indices, indptr, prefix_len, page_indices, valid_len, swa_pages) -> None:
-    """Write each token's compressed rows behind its ``prefix_len`` window rows of a decode stream."""
+    """Write each token's compressed rows behind the ``prefix_len`` window rows of its stream."""
     n, width = page_indices.shape
     column = torch.arange(width, device=page_indices.device)
     mask = column < valid_len.long()[:, None]
@@ -158,7 +163,7 @@ def store_window(
     kv_rope=None,
     unified_kv_rope=None,
 ) -> None:
-    """Store keys ``[T, D]`` in their ring rows; with ``final_pos`` only the last ``win`` positions."""
+    """Store keys ``[T, D]`` in their ring rows; with ``final_pos`` the last ``win`` positions."""
     if kv_rope is not None:
         raise NotImplementedError("the reference engine has no fp8 unified_kv layout")
     rows = state_slot.long() * ring_stride + positions % ring_stride

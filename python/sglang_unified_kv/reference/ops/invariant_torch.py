@@ -1,8 +1,9 @@
 """Upstream's own torch calls, computed by :mod:`.arithmetic` while a model forward runs.
 
-The model's projections, norms and gates are plain torch: ``F.linear``, ``x.pow(2).mean(-1)`` and the
-like. Inside :class:`InvariantTorch` those whose bits may depend on the number of rows are computed by
-sums that do not; every other call passes. Reference ops step out of it with :func:`plain_torch`.
+The model's projections, norms and gates are plain torch: ``F.linear``, ``x.pow(2).mean(-1)`` and
+the like. Inside :class:`InvariantTorch` those whose bits may depend on the number of rows are
+computed by sums that do not; every other call passes. Reference ops step out of it with
+:func:`plain_torch`.
 """
 
 from __future__ import annotations
@@ -40,15 +41,9 @@ def _sum(x, dim=None, keepdim=False, *, dtype=None) -> torch.Tensor:
     return y.unsqueeze(dim) if keepdim else y
 
 
-def _mean(x, dim=None, keepdim=False) -> torch.Tensor:
-    if dim is None:
-        return x.mean()
-    y = (arithmetic.fold_sum(x.float(), dim) / x.shape[dim]).to(x.dtype)
-    return y.unsqueeze(dim) if keepdim else y
-
-
-def _rsqrt(x: torch.Tensor) -> torch.Tensor:
-    return 1.0 / torch.sqrt(x)
+def _mean(x, dim, keepdim=False) -> torch.Tensor:
+    # Upstream takes means of squares of bfloat16 numbers, so float64 is exact here too.
+    return x.mean(dim, keepdim=keepdim, dtype=arithmetic.product_dtype()).to(x.dtype)
 
 
 def _silu(x, inplace=False) -> torch.Tensor:
@@ -67,7 +62,6 @@ _OURS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.einsum: _einsum,
     torch.Tensor.sum: _sum,
     torch.Tensor.mean: _mean,
-    torch.rsqrt: _rsqrt,
     F.silu: _silu,
     F.softplus: _softplus,
 }
@@ -76,8 +70,8 @@ _OURS: dict[Any, Callable[..., torch.Tensor]] = {
 class InvariantTorch(TorchFunctionMode):
     """Context in which the calls of the table above are made by :mod:`.arithmetic`.
 
-    A keyword that a replacement does not know is a TypeError: upstream then calls torch in a way that
-    has not been thought about.
+    A keyword that a replacement does not know is a TypeError: upstream then calls torch in a way
+    that has not been thought about.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -18,15 +18,14 @@ FP8_MAX = 448.0
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """``x / rms(x) * weight`` over the last dimension, float32."""
-    x = x.float()
-    x = x / torch.sqrt(arithmetic.mean_square(x) + eps)
+    x = x.float() / torch.sqrt(arithmetic.mean_square(x) + eps)
     return x if weight is None else x * weight.float()
 
 
 def rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False
 ) -> torch.Tensor:
-    """Rotate interleaved pairs of ``x`` ``[..., R]`` by ``cos``, ``sin`` ``[..., R/2]``; float32."""
+    """Interleaved pairs of ``x`` ``[..., R]`` rotated by ``cos`` and ``sin`` ``[..., R/2]``."""
     x = x.float()
     even, odd = x[..., 0::2], x[..., 1::2]
     if inverse:
@@ -63,7 +62,7 @@ def norm_rope_inplace(kv, weight, eps, freq_cis, positions) -> None:
 
 
 def q_norm_rope(q_input, q_output, eps, freqs_cis, positions) -> None:
-    """RMS norm without weight (none at all if ``eps`` is None) and rope of ``[T, H, D]`` queries."""
+    """RMS norm without weight (none if ``eps`` is None) and rope of queries ``[T, H, D]``."""
     x = q_input.float() if eps is None else rms_norm(q_input, None, eps)
     q_output.copy_(rotate_tail(x, *_angles(freqs_cis, positions, 3)))
 
@@ -130,7 +129,7 @@ def fp8_group(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def q_indexer_rope_hadamard_quant(
     q_input, weight, weight_scale, freqs_cis, positions
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indexer queries ``[T, H, 128]`` as fp8 and their head weights ``[T, H, 1]`` with all scales."""
+    """Indexer queries ``[T, H, 128]`` as fp8, head weights ``[T, H, 1]`` with every scale in."""
     x = rotate_tail(q_input.float(), *_angles(freqs_cis, positions, 3))
     q8, scale = fp8_group(hadamard(x))
     return q8, weight.float().unsqueeze(-1) * weight_scale * scale

@@ -1,0 +1,73 @@
+"""Ways of running the engine that change how batches look: mixed chunks, overlap, a store smaller than the tree."""
+
+from oracle import Recorder, assert_equal_runs, differing, poison_rings, watch
+from sglang.srt.managers import schedule_policy
+from sglang_unified_kv.reference.harness import prompt
+
+PAGE = 256
+
+
+def test_mixed_chunk_starts_chunks_off_page_and_stays_exact(make_engine, oracle, monkeypatch):
+    # The default on MI355X; elsewhere SGLang rounds a chunk down to whole pages.
+    monkeypatch.setattr(schedule_policy, "_use_exact_chunk_fill", lambda: True)
+    with make_engine(chunked_prefill_size=512, enable_mixed_chunk=True) as engine:
+        recorder = Recorder(engine)
+        decoding = engine.submit(prompt(5, 250), 40)
+        while not engine.scheduler.running_batch.reqs:
+            engine.step()
+        mixed = []
+
+        def before(row):
+            if row.rid == decoding and not row.decode and row.end - row.start == 1:
+                mixed.append(row)
+
+        cold_id = engine.submit(oracle.text[:700], 3)
+        starts = []
+        with watch(engine, before, lambda row, _: starts.append((row.rid, row.start))):
+            (cold,) = engine.run_many(cold_id)
+        assert mixed, "no decode row was mixed into an extend"
+        assert any(rid == cold_id and 0 < start < 700 and start % PAGE for rid, start in starts)
+        assert cold.output_ids == oracle.run(700).output_ids
+        engine.run_many(decoding)
+        engine.drain()
+        poison_rings(engine)
+        hit = recorder.run(oracle.text[:700])
+        assert hit.cached_tokens == 512
+        assert differing(hit.resumed, oracle.at(512)) == []
+        assert_equal_runs(hit, oracle.run(700))
+        # The decode row crossed 256 as a one-token extend or a decode step: its checkpoint serves too.
+        assert engine.tree.checkpoints.stats.captured >= 3
+        engine.tree.checkpoints.check_idle()
+
+
+def test_overlap_schedule_is_exact(make_engine, oracle):
+    with make_engine(chunked_prefill_size=512, disable_overlap_schedule=False) as engine:
+        recorder = Recorder(engine)
+        assert_equal_runs(recorder.cold(oracle.text[:700]), oracle.run(700))
+        for _ in range(2):
+            poison_rings(engine)
+            hit = recorder.run(oracle.text[:700])
+            assert hit.cached_tokens == 512
+            assert differing(hit.resumed, oracle.at(512)) == []
+            assert_equal_runs(hit, oracle.run(700))
+        engine.tree.checkpoints.check_idle()
+
+
+def test_store_smaller_than_the_tree_misses_but_never_lies(make_engine, oracle):
+    with make_engine(
+        chunked_prefill_size=512, env={"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "0.0013"}
+    ) as engine:
+        manager, recorder = engine.tree.checkpoints, Recorder(engine)
+        assert manager.store.capacity == 2
+        recorder.cold(oracle.text[:1100])
+        assert manager.stats.dropped_no_slot + manager.store.evictions >= 2
+        for seed in range(3):
+            recorder.run(prompt(20 + seed, 300))
+        poison_rings(engine)
+        hit = recorder.run(oracle.text[:1100])
+        assert hit.cached_tokens in (0, 256, 512, 768)
+        assert_equal_runs(hit, oracle.run(1100))
+        again = recorder.run(oracle.text[:1100])
+        assert again.cached_tokens == 1024, "its own captures serve the next request"
+        assert_equal_runs(again, oracle.run(1100))
+        manager.check_idle()

@@ -1,0 +1,196 @@
+"""The holes found when the design was attacked, on the real engine: H1 to H11, H18 to H22 as far as device, host,
+prefill and decode can meet them. Speculation and storage are refused at start (test/plugin).
+"""
+
+from array import array
+
+import pytest
+from oracle import Recorder, assert_equal_runs, differing, poison_rings
+from sglang.srt.managers import schedule_policy, scheduler
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang_unified_kv.checkpoint.policy import Grid
+from sglang_unified_kv.reference.harness import prompt
+
+PAGE = 256
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine, oracle):
+    with make_engine(chunked_prefill_size=512) as built:
+        yield built
+
+
+@pytest.fixture
+def recorder(engine):
+    engine.flush()
+    yield Recorder(engine)
+    engine.drain()
+    engine.tree.checkpoints.check_idle()
+    engine.tree.checkpoints.policy = Grid(PAGE, 1)
+    engine.tree.sanity_check()
+
+
+def key_at(engine, ids, boundary):
+    """Page hash that identifies ``ids[:boundary]``."""
+    return engine.tree._chain(None, RadixKey(array("q", ids[:boundary])))[-1]
+
+
+def forget(engine, ids, *boundaries):
+    """Drop records as the store's own eviction would, pages stay."""
+    for boundary in boundaries:
+        assert engine.tree.checkpoints.store.remove(key_at(engine, ids, boundary))
+
+
+def evict_device(engine, tokens=10**9):
+    engine.drain()
+    engine.tree.evict(EvictParams(num_tokens=tokens))
+
+
+def device_and_host(engine, recorder, oracle):
+    """[0, 512) on the device, [512, 1024) on the host only; records at 256 and 1024."""
+    recorder.cold(oracle.text[:1100])
+    evict_device(engine)
+    assert recorder.run(oracle.text[:600]).details == {"device": 0, "host": 512}
+    forget(engine, oracle.text, 512, 768)
+
+
+def test_h1_failed_load_back_resumes_at_a_checkpoint(engine, recorder, oracle, monkeypatch):
+    device_and_host(engine, recorder, oracle)
+    monkeypatch.setattr(engine.tree, "load_back", lambda *args, **kwargs: False)
+    poison_rings(engine)
+    hit = recorder.run(oracle.text[:1100])
+    assert hit.cached_tokens == 256
+    assert differing(hit.resumed, oracle.at(256)) == []
+    assert_equal_runs(hit, oracle.run(1100))
+
+
+def test_h1_successful_load_back_reaches_the_deeper_checkpoint(engine, recorder, oracle):
+    device_and_host(engine, recorder, oracle)
+    poison_rings(engine)
+    hit = recorder.run(oracle.text[:1100])
+    assert hit.cached_tokens == 1024 and hit.details["host"] > 0
+    assert differing(hit.resumed, oracle.at(1024)) == []
+    assert_equal_runs(hit, oracle.run(1100))
+
+
+def test_h2_h3_recompute_over_device_evicted_pages_stays_exact(engine, recorder, oracle):
+    """The tree takes the new run's pages back onto nodes whose host copy is the old run's."""
+    recorder.cold(oracle.text[:1100])
+    evict_device(engine)
+    forget(engine, oracle.text, 256, 512, 768, 1024)
+    again = recorder.run(oracle.text[:1100])
+    assert again.cached_tokens == 0
+    assert_equal_runs(again, oracle.run(1100))
+    stats = engine.tree.checkpoints.stats
+    assert stats.mixed >= 4
+    for tier in ("device", "host"):
+        if tier == "host":
+            evict_device(engine)
+        poison_rings(engine)
+        hit = recorder.run(oracle.text[:1100])
+        assert (hit.cached_tokens, hit.details[tier]) == (1024, 1024)
+        assert_equal_runs(hit, oracle.run(1100))
+
+
+def test_h2_recompute_over_loaded_back_pages_re_points_them_and_stays_exact(
+    engine, recorder, oracle
+):
+    recorder.cold(oracle.text[:700])
+    evict_device(engine)
+    assert recorder.run(oracle.text[:700]).details["host"] == 512
+    forget(engine, oracle.text, 256, 512)
+    assert recorder.run(oracle.text[:700]).cached_tokens == 0
+    poison_rings(engine)
+    hit = recorder.run(oracle.text[:700])
+    assert hit.cached_tokens == 512
+    assert_equal_runs(hit, oracle.run(700))
+
+
+def test_h5_a_prefix_whose_record_was_lost_becomes_a_hit_again(engine, recorder, oracle):
+    recorder.cold(oracle.text[:700])
+    forget(engine, oracle.text, 256, 512)
+    assert recorder.run(oracle.text[:700]).cached_tokens == 0
+    assert recorder.run(oracle.text[:700]).cached_tokens == 512
+
+
+def test_h5_strict_provenance_keeps_such_a_prefix_a_miss(engine, recorder, oracle):
+    recorder.cold(oracle.text[:700])
+    forget(engine, oracle.text, 256, 512)
+    engine.tree.checkpoints.strict_provenance = True
+    try:
+        assert [recorder.run(oracle.text[:700]).cached_tokens for _ in range(2)] == [0, 0]
+    finally:
+        engine.tree.checkpoints.strict_provenance = False
+
+
+def test_gate_cuts_to_the_deepest_record(engine, recorder, oracle):
+    recorder.cold(oracle.text[:1100])
+    forget(engine, oracle.text, 1024, 768)
+    poison_rings(engine)
+    hit = recorder.run(oracle.text[:1100])
+    assert hit.cached_tokens == 512
+    assert_equal_runs(hit, oracle.run(1100))
+
+
+def test_h11_queued_requests_keep_their_record_young(engine, recorder, oracle):
+    recorder.cold(oracle.text[:700])
+    store = engine.tree.checkpoints.store
+    recorder.run(prompt(9, 700))
+    assert next(reversed(store._records)) != key_at(engine, oracle.text, 512)
+    engine.tree.touch_prefix(RadixKey(array("q", oracle.text[:700])))
+    assert next(reversed(store._records)) == key_at(engine, oracle.text, 512)
+
+
+def test_extra_key_and_salt_are_part_of_the_identity(engine, recorder, oracle):
+    recorder.cold(oracle.text[:700])
+    for namespace in ({"extra_key": "tenant"}, {"cache_salt": "salt"}):
+        assert recorder.run(oracle.text[:700], **namespace).cached_tokens == 0
+        poison_rings(engine)
+        hit = recorder.run(oracle.text[:700], **namespace)
+        assert hit.cached_tokens == 512
+        assert_equal_runs(hit, oracle.run(700))
+
+
+def test_unaligned_chunk_starts_of_requests_sharing_a_chunk(engine, recorder, oracle, monkeypatch):
+    """SGLANG_EXACT_CHUNK_FILL, the default on MI355X: the second request gets what is left of the chunk."""
+    monkeypatch.setattr(schedule_policy, "_use_exact_chunk_fill", lambda: True)
+    first, second = recorder.run_many([prompt(5, 300), oracle.text[:700]])
+    assert first.cached_tokens == second.cached_tokens == 0
+    assert any(start % PAGE for start in second.starts), second.starts
+    assert_equal_runs(second, oracle.run(700))
+    poison_rings(engine)
+    hit = recorder.run(oracle.text[:700])
+    assert hit.cached_tokens == 512
+    assert differing(hit.resumed, oracle.at(512)) == []
+    assert_equal_runs(hit, oracle.run(700))
+
+
+def test_two_hits_restored_in_one_batch(engine, recorder, oracle):
+    recorder.cold(oracle.text[:1100])
+    poison_rings(engine)
+    runs = recorder.run_many([oracle.text[:700], oracle.text[:444], oracle.text[:950]])
+    assert [r.cached_tokens for r in runs] == [512, 256, 768]
+    for run, length in zip(runs, (700, 444, 950), strict=True):
+        assert differing(run.resumed, oracle.at(run.cached_tokens)) == []
+        assert_equal_runs(run, oracle.run(length))
+
+
+def test_h20_a_retracted_request_comes_back_through_the_gate(engine, recorder, oracle, monkeypatch):
+    alone = recorder.cold(oracle.text[:700], new_tokens=12)
+    released = []
+    on_release = engine.tree.on_release
+    monkeypatch.setattr(
+        engine.tree,
+        "on_release",
+        lambda req, *, checkpointed: (
+            released.append(checkpointed),
+            on_release(req, checkpointed=checkpointed),
+        ),
+    )
+    monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
+    monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 2)
+    engine.flush()
+    runs = recorder.run_many([oracle.text[:700], prompt(6, 260)], new_tokens=12)
+    assert False in released, "nothing was retracted"
+    assert runs[0].output_ids == alone.output_ids

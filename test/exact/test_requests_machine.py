@@ -1,0 +1,173 @@
+"""Random requests with shared prefixes on the real scheduler, every hit against its cold run.
+
+Rules submit, step, abort, flush and evict in any order. After each, the store is checked; each hit is compared
+with the rings of the cold run before the first layer reads them, and with its output tokens at the end.
+"""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from oracle import Recorder, differing, poison_rings, rows_before, watch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang_unified_kv.reference.harness import prompt
+
+NEEDED = 20
+KINDS = ("device", "host", "after abort", "after flush", "after eviction")
+NEW_TOKENS = 3
+
+TRUNK, OTHER = prompt(100, 700), prompt(101, 600)
+PROMPTS = [
+    TRUNK[:300],
+    TRUNK[:520],
+    TRUNK[:700],
+    TRUNK[:256] + prompt(102, 300),
+    TRUNK[:512] + prompt(103, 60),
+    OTHER[:300],
+    OTHER[:600],
+]
+
+
+@pytest.fixture(scope="module")
+def cold_runs(make_engine):
+    with make_engine(stock=True, chunked_prefill_size=256) as engine:
+        recorder = Recorder(engine)
+        return [recorder.cold(ids, NEW_TOKENS) for ids in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine, cold_runs):
+    # Ten pages on the device and twelve records: eviction on every level is normal here.
+    with make_engine(
+        chunked_prefill_size=512,
+        max_total_tokens=2560,
+        env={"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "0.0073"},
+    ) as built:
+        assert built.tree.checkpoints.store.capacity == 12
+        yield built
+
+
+def machine_of(engine, cold_runs, reached: Counter):
+    class Requests(RuleBasedStateMachine):
+        def __init__(self):
+            super().__init__()
+            self.engine, self.manager = engine, engine.tree.checkpoints
+            self.prompt_of: dict[str, int] = {}
+            self.started: set[str] = set()
+            self.aborted: set[str] = set()
+            self.happened: set[str] = set()
+            self.finished = 0
+            # The tree is left as the example before left it.
+            poison_rings(engine)
+
+        def before(self, row):
+            if row.rid in self.started or row.decode:
+                return
+            self.started.add(row.rid)
+            if row.start:
+                cold = cold_runs[self.prompt_of[row.rid]]
+                assert row.start in cold.at_boundary, row
+                assert (
+                    differing(rows_before(engine, row.slot, row.start), cold.at_boundary[row.start])
+                    == []
+                )
+
+        def finish(self, rid):
+            output = engine.output(rid)
+            index = self.prompt_of.pop(rid)
+            cold = cold_runs[index]
+            self.finished += 1
+            assert output.output_ids == cold.output_ids[: len(output.output_ids)]
+            if rid in self.aborted:
+                return
+            assert len(output.output_ids) == NEW_TOKENS
+            if output.cached_tokens:
+                reached["host" if output.details["host"] else "device"] += 1
+                reached.update(self.happened)
+
+        @precondition(lambda self: len(self.prompt_of) < 4)
+        @rule(indices=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=3))
+        def submit(self, indices):
+            for index in indices:
+                self.prompt_of[engine.submit(PROMPTS[index], NEW_TOKENS)] = index
+
+        @rule(steps=st.integers(1, 6))
+        def step(self, steps):
+            with watch(engine, self.before):
+                for _ in range(steps):
+                    engine.step()
+            for rid in [r for r in self.prompt_of if engine.is_done(r)]:
+                self.finish(rid)
+
+        @precondition(lambda self: self.prompt_of)
+        @rule()
+        def finish_all(self):
+            with watch(engine, self.before):
+                while not all(map(engine.is_done, self.prompt_of)):
+                    engine.step()
+                engine.drain()
+            for rid in list(self.prompt_of):
+                self.finish(rid)
+            self.manager.check_idle()
+            engine.tree.sanity_check()
+
+        @precondition(lambda self: self.prompt_of)
+        @rule(which=st.integers(0, 5))
+        def abort(self, which):
+            rid = list(self.prompt_of)[which % len(self.prompt_of)]
+            self.aborted.add(rid)
+            engine.abort(rid)
+            self.happened.add("after abort")
+
+        @precondition(lambda self: self.finished > 8)
+        @rule()
+        def flush(self):
+            self.finish_all()
+            self.finished = 0
+            engine.flush()
+            poison_rings(engine)
+            assert len(self.manager.store) == 0
+            self.happened.add("after flush")
+
+        @precondition(lambda self: not self.prompt_of)
+        @rule(tokens=st.sampled_from([256, 1024, 10**9]))
+        def evict(self, tokens):
+            engine.tree.evict(EvictParams(num_tokens=tokens))
+            self.happened.add("after eviction")
+
+        @invariant()
+        def whole(self):
+            self.manager.check_integrity()
+
+        def teardown(self):
+            self.finish_all()
+
+    return Requests
+
+
+@pytest.mark.parametrize(
+    "examples", [12, pytest.param(60, marks=pytest.mark.slow)], ids=["default", "wide"]
+)
+def test_random_requests_hit_exactly(engine, cold_runs, examples):
+    reached: Counter = Counter()
+    run_state_machine_as_test(
+        machine_of(engine, cold_runs, reached),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print("hits reached:", dict(reached))
+    assert all(reached[kind] >= NEEDED for kind in KINDS), reached

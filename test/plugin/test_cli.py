@@ -1,0 +1,140 @@
+"""``sglang-unified-kv edits`` and ``doctor``."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ON
+
+
+def edits(*argv, without):
+    """Run the command where the modules ``without`` cannot be imported."""
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({without!r}))\n"
+        "from sglang_unified_kv.cli import app; app(sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "edits", *argv], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_edits_lists_both_series_apart_without_sglang():
+    series = json.loads(edits("--json", without=("sglang",)).stdout)["series"]
+    product, reference = series.values()
+    assert list(series)[0] == "sglang_unified_kv"
+    targets = [row["target"] for row in product]
+    assert "sglang.srt.managers.scheduler:Scheduler.__init__" in targets
+    for row in product + reference:
+        assert row["why"] and row["feature"] and row["kind"], row
+        assert row["ours"] == "-" if row["kind"] == "relies on" else row["ours"] != "-", row
+    assert not set(targets) & {row["target"] for row in reference if row["kind"] != "relies on"}
+    ours = {row["ours"] for row in product}
+    assert not any(name.startswith("sglang_unified_kv.reference") for name in ours)
+
+
+def test_edits_lists_the_product_without_torch_and_says_what_it_left_out():
+    done = edits("--json", without=("sglang", "torch"))
+    assert list(json.loads(done.stdout)["series"]) == ["sglang_unified_kv"]
+    assert "reference engine's edits are not listed: torch is not installed" in done.stderr
+
+
+def test_edits_as_tables():
+    text = edits(without=("sglang",)).stdout
+    assert text.index("Product: ") < text.index("Reference engine (tests and demos only): ")
+    assert "edits of sglang 0.5.23" in text
+
+
+DOCTOR = "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])"
+REFERENCE = {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1"}
+HICACHE = "--enable-hierarchical-cache"
+
+
+@pytest.fixture
+def doctor(forks, model):
+    def run(*flags, environ=ON | REFERENCE, path=(), code):
+        launch = ["--", "--model-path", str(model), "--device", "cpu", *flags] if flags else []
+        ended = forks.run(DOCTOR, environ, path, ["x", "doctor", "--json", *launch])
+        assert ended.rc == code, ended.stderr
+        report = json.loads(ended.stdout)
+        assert report["engages"] is (code == 0)
+        return report
+
+    return run
+
+
+def failed(report):
+    return {name: reasons for name, reasons in report["checks"].items() if reasons}
+
+
+def test_doctor_would_engage(doctor):
+    report = doctor(HICACHE, "--hicache-swa-offload-page-stride", "2", code=0)
+    assert report["checked"] == "environment and launch flags"
+    assert report["decision"] == "engaged"
+    assert report["settings"]["offload_page_stride"] == 2
+    assert report["facts"]["architecture"] == "DeepseekV4ForCausalLM"
+    assert failed(report) == {}
+
+
+def test_doctor_without_launch_flags_says_that_it_checked_half(doctor):
+    report = doctor(code=0)
+    assert report["checked"] == "environment only"
+    assert report["decision"] is None
+    assert "tp_size" not in report["facts"]
+
+
+def test_doctor_names_everything_that_is_missing_and_in_the_way(doctor):
+    report = doctor("--hicache-write-policy", "write_back", environ={}, code=1)
+    assert report["decision"] == "inert"
+    found = failed(report)
+    assert found.pop("requested") == ["SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE is not set; set it to 1"]
+    platform, backend, hicache = found.pop("conditions")
+    assert "ROCm" in platform and "unified_kv_triton" in backend and hicache == HICACHE
+    assert found.pop("obstacles") == ["--hicache-write-policy write_back: set it to write_through"]
+    assert not found
+
+
+def test_doctor_would_be_refused(doctor):
+    report = doctor(HICACHE, "--enable-streaming-session", code=1)
+    assert report["decision"] == "refused"
+    assert failed(report) == {
+        "obstacles": ["--enable-streaming-session: not supported; remove the flag"]
+    }
+
+
+def test_doctor_reports_what_sglang_itself_rejects(doctor):
+    assert "launch flags" in failed(doctor("--no-such-flag", code=1))
+    report = doctor(HICACHE, "--chunked-prefill-size", "100", code=1)
+    (reason,) = failed(report)["launch flags"]
+    assert reason.startswith("SGLang rejects them: ") and "chunked_prefill_size" in reason
+
+
+def test_doctor_sees_what_the_plugin_itself_cannot(doctor, plugin_dist):
+    report = doctor(environ=ON | {"SGLANG_PLUGINS": "other"}, code=1)
+    assert failed(report)["plugin entry"] == [
+        "SGLANG_PLUGINS=other leaves out sglang_unified_kv; add it or unset it"
+    ]
+    impostor = plugin_dist("impostor", "def register(): pass", entry="sglang_unified_kv")
+    (reason,) = failed(doctor(path=[impostor], code=1))["plugin entry"]
+    assert "also provided by impostor" in reason
+
+
+def test_doctor_gives_every_reason_of_the_settings_and_the_preflight(forks):
+    broken = (
+        "import sglang.srt.server_args as s; s.ServerArgs.check_server_args = lambda self: None\n"
+    )
+    environ = ON | {"SGLANG_UNIFIED_KV_PROVENANCE": "x"}
+    ended = forks.run(broken + DOCTOR, environ, argv=["x", "doctor"])
+    assert ended.rc == 1
+    assert "SGLANG_UNIFIED_KV_PROVENANCE='x' is not allowed" in ended.stdout
+    assert "check_server_args: already replaced by code in" in ended.stdout
+    assert "Exact reuse would not engage here." in ended.stdout
+
+
+def test_doctor_in_words(forks):
+    ended = forks.run(DOCTOR, ON | REFERENCE, argv=["x", "doctor"])
+    assert ended.rc == 0, ended.stderr
+    assert ended.stdout.startswith("checked: environment only (sglang 0.5.23)")
+    assert "Add `-- LAUNCH FLAGS`" in ended.stdout
