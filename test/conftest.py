@@ -35,7 +35,7 @@ def environment(**values):
 
 @pytest.fixture(scope="session")
 def make_engine(model_path):
-    """Build an in-process engine: ``make_engine(stock=True, env={...}, **server_args)``; a context manager."""
+    """``make_engine(stock=True, env={...}, **server_args)`` is a context manager that builds an engine."""
     from sglang.srt.plugins import load_plugins
     from sglang_unified_kv.reference.harness import InProcessEngine
 

@@ -164,7 +164,7 @@ def test_more_ends_than_staging_slots_go_in_waves():
         engine.resume(f"r{i}", "r9", 4, 256, 300)
 
 
-def test_more_interior_boundaries_than_staging_drop_the_shallow_ones_and_count():
+def test_h17_more_interior_boundaries_than_staging_drop_the_shallow_ones_and_count():
     engine = Engine(staging=2)
     engine.fresh(0)
     engine.forward([("r0", 0, 0, 1100)])
@@ -187,7 +187,7 @@ def test_full_store_drops_the_capture_and_counts():
     assert engine.manager.store.deepest(chain("r0"), 600) == 256
 
 
-def test_invariant_1_new_leaf_replaces_and_a_skipped_capture_removes():
+def test_invariant_1_h4_new_leaf_replaces_and_a_skipped_capture_removes():
     engine = Engine(stride=2)
     for rid, slot in (("r0", 0), ("r1", 1)):
         engine.fresh(slot)
@@ -209,7 +209,7 @@ def test_invariant_1_new_leaf_replaces_and_a_skipped_capture_removes():
     assert engine.rings[0].buffer[3 * WINDOW, 0] == 2, "the record must be r2's"
 
 
-def test_invariant_1_overlap_keeps_the_record_and_attaches_a_missing_one_as_mixed():
+def test_invariant_1_h4_h5_overlap_keeps_the_record_and_attaches_a_missing_one_as_mixed():
     engine = Engine()
     for rid, slot in (("r0", 0), ("r1", 1)):
         engine.fresh(slot)
@@ -237,7 +237,7 @@ def test_strict_provenance_drops_what_live_attaches_and_removes_under_overwritte
     engine.manager.check_idle()
 
 
-def test_invariant_3_a_fresh_row_without_its_restore_ends_the_process():
+def test_invariant_3_h6_a_fresh_row_without_its_restore_ends_the_process():
     engine = Engine()
     engine.fresh(0)
     engine.forward([("r0", 0, 0, 600)])
@@ -259,7 +259,7 @@ def test_invariant_3_a_continued_row_must_not_be_restored():
         engine.forward([("r0", 0, 600, 700)])
 
 
-def test_invariant_3_a_one_token_extend_is_not_taken_for_a_fresh_row():
+def test_invariant_3_h7_a_one_token_extend_is_not_taken_for_a_fresh_row():
     engine = Engine()
     engine.fresh(0)
     engine.forward([("r0", 0, 0, 511)])
@@ -269,7 +269,7 @@ def test_invariant_3_a_one_token_extend_is_not_taken_for_a_fresh_row():
     engine.resume("r0", "r9", 4, 512, 600)
 
 
-def test_invariant_3_captures_of_a_batch_never_evict_what_it_restores():
+def test_invariant_3_h6_captures_of_a_batch_never_evict_what_it_restores():
     engine = Engine(records=2)
     engine.fresh(0)
     engine.forward([("r0", 0, 0, 512)])
@@ -284,7 +284,7 @@ def test_invariant_3_captures_of_a_batch_never_evict_what_it_restores():
     assert torch.equal(torch.stack(rows), engine.rows("r1", 0, 512, 600))
 
 
-def test_invariant_6_release_leaves_nothing_pinned_or_pending():
+def test_invariant_6_h21_release_leaves_nothing_pinned_or_pending():
     engine = Engine()
     engine.fresh(0)
     engine.forward([("r0", 0, 0, 600)])

@@ -85,9 +85,7 @@ def test_a_missing_library_names_the_extra(tmp_path, name):
         f"import sys; sys.modules[{name!r}] = None; from sglang_unified_kv.cli import app; "
         "app(['demo'])"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 2, run.stderr
     assert f"The demo needs {name}." in run.stdout
     assert "pip install 'sglang-unified-kv[demo]'" in " ".join(run.stdout.split())

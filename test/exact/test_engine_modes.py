@@ -1,4 +1,4 @@
-"""Ways of running the engine that change how batches look: mixed chunks, overlap, a store smaller than the tree."""
+"""Ways of running the engine that change how batches look, and a store smaller than the tree."""
 
 from oracle import Recorder, assert_equal_runs, differing, poison_rings, watch
 from sglang.srt.managers import schedule_policy

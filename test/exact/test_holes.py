@@ -1,5 +1,5 @@
-"""The holes found when the design was attacked, on the real engine: H1 to H11, H18 to H22 as far as device, host,
-prefill and decode can meet them. Speculation and storage are refused at start (test/plugin).
+"""The holes found when the design was attacked, on the real engine: H1 to H11 and H18 to H22 as far as
+device, host, prefill and decode can meet them. Speculation and storage are refused at start (test/plugin).
 """
 
 from array import array
@@ -194,3 +194,30 @@ def test_h20_a_retracted_request_comes_back_through_the_gate(engine, recorder, o
     runs = recorder.run_many([oracle.text[:700], prompt(6, 260)], new_tokens=12)
     assert False in released, "nothing was retracted"
     assert runs[0].output_ids == alone.output_ids
+
+
+def test_h8_a_draft_forward_never_sees_the_plan(engine, recorder, oracle):
+    """A draft model's pool has no manager, and its runner does not open the planned step."""
+    from types import SimpleNamespace
+
+    from sglang_unified_kv.checkpoint.manager import Row
+    from sglang_unified_kv.edits.active import manager_of
+    from sglang_unified_kv.edits.model_runner import forward
+
+    manager = engine.tree.checkpoints
+    assert manager_of(engine.pool) is manager and manager_of(object()) is None
+    draft = SimpleNamespace(is_draft_worker=True, token_to_kv_pool=engine.pool)
+    manager.plan([Row("draft", 1, -1, 0, 256, False)])
+    try:
+        assert forward(lambda self, batch: manager.armed, draft, None) is False
+        assert manager.planned
+    finally:
+        manager.close_step()
+        manager.release("draft")
+
+
+def test_h22_every_c4_state_buffer_maps_to_its_own_section(engine, recorder):
+    manager = engine.tree.checkpoints
+    addresses = [(r.spec.kind, r.buffer.data_ptr()) for r in manager.rings]
+    assert len(set(addresses)) == len(addresses) == len(manager.mover.layout.sections)
+    recorder.run(prompt(30, 700))

@@ -1,7 +1,8 @@
 """Random requests with shared prefixes on the real scheduler, every hit against its cold run.
 
-Rules submit, step, abort, flush and evict in any order. After each, the store is checked; each hit is compared
-with the rings of the cold run before the first layer reads them, and with its output tokens at the end.
+Rules submit, step, abort, flush and evict in any order. After each, the store is checked; each hit is
+compared with the rings of the cold run before the first layer reads them, and with its output tokens
+at the end.
 """
 
 from collections import Counter

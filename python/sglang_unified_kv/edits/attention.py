@@ -24,7 +24,8 @@ _STATES = frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE})
     f"{_HIP}._forward_unified_kv",
     feature=_FEATURE,
     why="only place where a chunk's KV rows and the ring before the chunk exist together",
-    params="self, *, q, kv, layer, forward_batch, compress_ratio, attn_sink, core_attn_metadata, save_kv_cache, q_rope, k_rope, wo_a_quant_freqs",
+    params="self, *, q, kv, layer, forward_batch, compress_ratio, attn_sink, "
+    "core_attn_metadata, save_kv_cache, q_rope, k_rope, wo_a_quant_freqs",
     fingerprint="d5fee8151aa3bb71",
 )
 def forward_unified_kv(original, self, *, kv, layer, forward_batch, **kwargs):
@@ -51,7 +52,10 @@ def capture_swa_windows(
     f"{_COMPRESSOR}._forward_compress_all_in_one",
     feature=_FEATURE,
     why="only place where a chunk's compressor rows and the state ring before the chunk exist together",
-    params="self, *, kv_score_buffer, kv_score_input, ape, head_dim, norm, freqs_cis_cache, kv_cache, is_indexer, rotate, compress_ratio, page_size, out_loc, use_fp4_indexer, bf16_store, kv_scale_cache, rope_cache, kv_layout, fp8_2buff, kv_cache_rope",
+    params="self, *, kv_score_buffer, kv_score_input, ape, head_dim, norm, freqs_cis_cache, "
+    "kv_cache, is_indexer, rotate, compress_ratio, page_size, out_loc, "
+    "use_fp4_indexer, bf16_store, kv_scale_cache, rope_cache, kv_layout, fp8_2buff, "
+    "kv_cache_rope",
     fingerprint="a9da77fa860aade8",
 )
 def forward_compress_all_in_one(

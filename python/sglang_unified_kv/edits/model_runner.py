@@ -10,7 +10,8 @@ from .series import SERIES
     "sglang.srt.model_executor.model_runner:ModelRunner.forward",
     feature="bit-exact hicache",
     why="first point on the forward's own stream after the slot was reset, and last one before sampling",
-    params="self, forward_batch, skip_attn_backend_init, pp_proxy_tensors, reinit_attn_backend, split_forward_count",
+    params="self, forward_batch, skip_attn_backend_init, pp_proxy_tensors, "
+    "reinit_attn_backend, split_forward_count",
     fingerprint="26fbd69d337720a4",
 )
 def forward(original, self, forward_batch, *args, **kwargs):
