@@ -5,8 +5,9 @@ Whether an engine is exact or stock is decided when it is built, from the enviro
 
 import os
 
-# Read when torch loads its OpenMP: spinning threads of several processes starve each other on 2 cores.
+# Read when torch loads its OpenMP. The tensors are small and the test files run side by side.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["SGLANG_UNIFIED_KV_REFERENCE_ENGINE"] = "1"
 os.environ["SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"] = "1"
 os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"] = "0.1"

@@ -2,7 +2,7 @@
 
 Without a requested feature this module and the standard library are all that is loaded. With one,
 everything that stands in the way is printed to stderr and ends the process: SGLang logs the errors
-of a plugin and goes on without it, which would serve approximate reuse to who asked for exact.
+of a plugin and goes on without it, which would be approximate reuse where exact was asked for.
 """
 
 from __future__ import annotations

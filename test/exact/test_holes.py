@@ -76,14 +76,16 @@ def test_h1_successful_load_back_reaches_the_deeper_checkpoint(engine, recorder,
 
 def test_h2_h3_recompute_over_device_evicted_pages_stays_exact(engine, recorder, oracle):
     """The tree takes the new run's pages back onto nodes whose host copy is the old run's."""
+    stats = engine.tree.checkpoints.stats
+    before = stats.mixed
     recorder.cold(oracle.text[:1100])
+    assert stats.mixed == before, "a cold run's captures belong to its own pages"
     evict_device(engine)
     forget(engine, oracle.text, 256, 512, 768, 1024)
     again = recorder.run(oracle.text[:1100])
     assert again.cached_tokens == 0
     assert_equal_runs(again, oracle.run(1100))
-    stats = engine.tree.checkpoints.stats
-    assert stats.mixed >= 4
+    assert stats.mixed == before + 4
     for tier in ("device", "host"):
         if tier == "host":
             evict_device(engine)
@@ -105,6 +107,19 @@ def test_h2_recompute_over_loaded_back_pages_re_points_them_and_stays_exact(
     hit = recorder.run(oracle.text[:700])
     assert hit.cached_tokens == 512
     assert_equal_runs(hit, oracle.run(700))
+
+
+def test_a_record_whose_pages_left_every_tier_is_a_miss_and_is_replaced(engine, recorder, oracle):
+    recorder.cold(oracle.text[:700])
+    evict_device(engine)
+    engine.tree.evict_host(10**9)
+    manager = engine.tree.checkpoints
+    assert key_at(engine, oracle.text, 512) in manager.store
+    before = manager.stats.replaced
+    again = recorder.run(oracle.text[:700])
+    assert again.cached_tokens == 0 and manager.stats.replaced == before + 2
+    poison_rings(engine)
+    assert_equal_runs(recorder.run(oracle.text[:700]), oracle.run(700))
 
 
 def test_h5_a_prefix_whose_record_was_lost_becomes_a_hit_again(engine, recorder, oracle):

@@ -58,7 +58,9 @@ if __name__ == "__main__":
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     import sglang.srt.entrypoints.engine  # noqa: F401
+    import sglang.srt.layers.attention.deepseek_v4_backend_hip_radix  # noqa: F401
     import sglang.srt.managers.scheduler  # noqa: F401
+    import sglang.srt.models.deepseek_v4  # noqa: F401
 
     channel.write("ready\n")
     channel.flush()

@@ -21,7 +21,6 @@ from sglang.kernels.ops.attention.dsv4.unified_kv_kernels import (  # noqa: E402
 )
 from sglang.kernels.ops.kvcache import dsv4_unified_kv_store  # noqa: E402
 from sglang.kernels.ops.layernorm import mhc, mhc_head  # noqa: E402
-
 from sglang_unified_kv.reference.ops import (  # noqa: E402
     attention,
     hyper_connections,
@@ -29,8 +28,9 @@ from sglang_unified_kv.reference.ops import (  # noqa: E402
     norm_rope,
 )
 
-TOKENS, WINDOW, SWA_PAGES = 37, 128, 5 * 128
-CHUNK_START, SLOT = 200, 3
+TOKENS, WINDOW, SWA_PAGES = 9, 128, 5 * 128
+# Across 256: the end of a page and of a C128 block.
+CHUNK_START, SLOT = 250, 3
 HEADS, DIM = 4, 512
 
 torch.manual_seed(0)
@@ -42,7 +42,8 @@ C128 = torch.full((TOKENS, 64), -1, dtype=torch.int32)
 for _token in range(TOKENS):
     _rows = int(LENGTHS[_token]) // 4
     C4[_token, :_rows] = torch.randperm(100)[:_rows].int()
-    C128[_token, : int(LENGTHS[_token]) // 128] = 5
+    _rows = int(LENGTHS[_token]) // 128
+    C128[_token, :_rows] = torch.arange(5, 5 + _rows).int()
 POOL = torch.randn(SWA_PAGES + 200, DIM).half()
 SINK = torch.randn(HEADS)
 SCALE = DIM**-0.5

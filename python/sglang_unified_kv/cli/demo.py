@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,58 +102,86 @@ def _signals_unwind() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class _Failed(Exception):
+    """A server or its story failed; the last lines of ``process``'s log tell why."""
+
+    def __init__(self, server: str, process: ServerProcess, reason: Exception) -> None:
+        super().__init__(f"{server}: {reason}")
+        self.process = process
+
+
 def _run(console: Console, model: Path, logs: Path) -> tuple[str, list[Outcome]]:
-    """Both servers, one after the other. Returns SGLang's version and what they did."""
+    """Both servers, side by side. Returns SGLang's version and what they did.
+
+    Raises:
+        typer.Exit: status 2, one of them failed and that was printed.
+    """
     from ..reference.model import write_tiny_model
-    from .demo_story import STEPS
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("writing the tiny model", total=1 + len(SERVERS) * (1 + STEPS))
+    with console.status("writing the tiny model"):
         write_tiny_model(model)
-        outcomes = []
-        for server in SERVERS:
-            sglang, outcome = _serve(progress, task, server, model, logs / f"{server}.log")
-            outcomes.append(outcome)
-    return sglang, outcomes
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    try:
+        with (
+            Progress(*columns, console=console, transient=True) as progress,
+            ThreadPoolExecutor(len(SERVERS)) as threads,
+            # Left first: ending the servers is what ends a thread that waits for an answer.
+            ExitStack() as servers,
+        ):
+            stories = []
+            for server in SERVERS:
+                port = free_port()
+                command, env = launch_command(model, port), environment(server, os.environ)
+                process = ServerProcess(command, env, logs / f"{server}.log")
+                servers.enter_context(process)
+                console.print(f"{server}: sglang.launch_server is process {process.pid}")
+                stories.append(threads.submit(_story, progress, server, process, port))
+            for story in as_completed(stories):
+                story.result()
+    except _Failed as failed:
+        console.print(f"[red]{escape(str(failed))}[/red]", soft_wrap=True)
+        console.print(f"The last lines of its log ({escape(str(failed.process.log))}):")
+        console.print(escape(failed.process.tail()), soft_wrap=True)
+        raise typer.Exit(2) from failed
+    (sglang, _), *_ = results = [story.result() for story in stories]
+    return sglang, [outcome for _, outcome in results]
 
 
-def _serve(progress: Progress, task, server: str, model: Path, log: Path) -> tuple[str, Outcome]:
+def _story(
+    progress: Progress, server: str, process: ServerProcess, port: int
+) -> tuple[str, Outcome]:
+    """Wait for one server and tell it the story. Runs in a thread of its own."""
     from .client import ClientError, SGLangClient
-    from .demo_story import tell
+    from .demo_story import STEPS, tell
 
-    say = progress.console.print
+    task = progress.add_task(f"{server}: starting sglang.launch_server", total=1 + STEPS)
 
     def step(text: str) -> None:
         progress.update(task, description=f"{server}: {text}", advance=1)
 
-    port = free_port()
-    process = ServerProcess(launch_command(model, port), environment(server, os.environ), log)
-    with process, closing(SGLangClient(f"http://127.0.0.1:{port}")) as client:
-        step(f"starting sglang.launch_server (process {process.pid})")
-        say(f"{server}: sglang.launch_server is process {process.pid} on port {port}")
+    with closing(SGLangClient(f"http://127.0.0.1:{port}")) as client:
         try:
             begun = time.monotonic()
             process.wait_until(client.healthy, timeout_s=_START_TIMEOUT_S)
             healthy = time.monotonic()
-            version = client.server_info()["version"]
+            sglang = client.server_info()["version"]
             outcome = tell(server, client, step)
-            told = time.monotonic()
         except (ClientError, ServerFailed) as error:
-            say(f"[red]{server}: {escape(str(error))}[/red]", soft_wrap=True)
-            say(f"The last lines of its log ({escape(str(log))}):")
-            say(escape(process.tail()), soft_wrap=True)
-            raise typer.Exit(2) from error
-    say(f"{server}: started in {healthy - begun:.1f} s, story took {told - healthy:.1f} s")
-    return version, outcome
+            raise _Failed(server, process, error) from error
+    progress.update(task, description=f"{server}: done", completed=1 + STEPS)
+    progress.console.print(
+        f"{server}: started in {healthy - begun:.1f} s, "
+        f"story took {time.monotonic() - healthy:.1f} s"
+    )
+    return sglang, outcome
 
 
 def environment(server: str, base: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of a server: ``base`` without SGLang's variables, then ours."""
     env = {name: value for name, value in base.items() if not name.startswith("SGLANG_")}
     env[REFERENCE_ENGINE] = "1"
-    # Spinning OpenMP threads take the cores from the processes that have work.
-    env["OMP_WAIT_POLICY"] = "PASSIVE"
+    # The two servers share the machine, and such small tensors gain nothing from a second thread.
+    env["OMP_NUM_THREADS"] = "1"
     if server == "exact":
         env[BIT_EXACT_HICACHE] = "1"
     return env

@@ -10,21 +10,16 @@ from .client import Generation, SGLangClient
 from .demo_verdict import CACHED_TOKENS, HITS, Case, compare
 
 POOL_TOKENS = 4096
-"""Device KV pool (``--max-total-tokens``), 16 pages: both prompts and the churn fit, 2 pages less
-would not do."""
-SLOTS = 8
-"""Request slots (``--max-running-requests``). SGLang charges the window ring per slot but evicts as
-if per token: with fewer slots than twice the churn, the churn alone would evict the prompt."""
-CHURN = 4
-"""Requests that run at once and leave their windows in their slots. SGLang hands out the slot that
-was freed last, so the next request gets one of theirs."""
-OUTPUT_TOKENS = 64
+"""Device KV pool (``--max-total-tokens``), 16 pages: 12 for both prompts, and what SGLang wants free
+so that the churn evicts none of them."""
+SLOTS = 4
+"""Request slots (``--max-running-requests``)."""
 CHURN_TOKENS = 200
 """More than the 128 rows of a window, less than a page: dirties a slot whole, caches nothing."""
-CHURN_OUTPUT_TOKENS = 8
 EVICTION_TOKENS = 2304
 """9 pages. Two such prompts in turn claim every page. A single one as large as the pool would wait
 forever: SGLang admits a request only where a page more than it needs could be freed."""
+OUTPUT_TOKENS = 64
 STEPS = 3 + 3 * len(CACHED_TOKENS)
 """Calls of ``step`` in one story."""
 
@@ -63,13 +58,13 @@ def tell(server: str, client: SGLangClient, step: Callable[[str], None]) -> Outc
         step(f"cold prompt of {length} tokens")
         cold[length] = client.generate(subject, max_new_tokens=OUTPUT_TOKENS)
         outcome.cold_cached_tokens[f"{server}/{length}"] = cold[length].cached_tokens
-    for hit in HITS:
+    for round_, hit in enumerate(HITS):
         if hit == "host":
             step("other prompts evict both to the host")
             for seed in (1, 2):
                 client.generate(prompt(seed, EVICTION_TOKENS), max_new_tokens=1)
         step("other requests recycle the slots")
-        _recycle_slots(client)
+        _recycle_slots(client, first_seed=10 + SLOTS * round_)
         for length, subject in subjects.items():
             step(f"{hit} hit of {length} tokens")
             warm = client.generate(subject, max_new_tokens=OUTPUT_TOKENS)
@@ -77,9 +72,12 @@ def tell(server: str, client: SGLangClient, step: Callable[[str], None]) -> Outc
     return outcome
 
 
-def _recycle_slots(client: SGLangClient) -> None:
-    churn = [prompt(10 + i, CHURN_TOKENS) for i in range(CHURN)]
-    client.generate_batch(churn, max_new_tokens=CHURN_OUTPUT_TOKENS)
+def _recycle_slots(client: SGLangClient, first_seed: int) -> None:
+    # One at a time: the next slot is then a dirty one, whichever end of the free list is used. At
+    # once, they would evict the prompts: SGLang counts the free window rings of busy slots as
+    # missing tokens.
+    for seed in range(first_seed, first_seed + SLOTS):
+        client.generate(prompt(seed, CHURN_TOKENS), max_new_tokens=1)
 
 
 def _case(server: str, hit: str, length: int, cold: Generation, warm: Generation) -> Case:

@@ -1,9 +1,9 @@
 """Sparse attention over the unified pool, and the indexer's scores and top-k.
 
 A *source* is ``(rows, indices, indptr)``: query ``t`` attends to the rows
-``indices[indptr[t]:indptr[t+1]]`` (rows bf16 ``[*, D]``, indices int32, -1 for none). Keys are
-values. The sum over keys is exact in the chunk-invariant mode, so neither their order nor the split
-between sources shows.
+``indices[indptr[t]:indptr[t+1]]`` (rows bf16 ``[*, D]``, indices int32, -1 for none, no row twice).
+Keys are values. The sum over keys is exact in the chunk-invariant mode, so neither their order nor
+the split between sources shows.
 """
 
 from __future__ import annotations
