@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import pytest
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.cli.demo_verdict import CASE_NAMES
+from sglang_unified_kv.config import BIT_EXACT_HICACHE
 from typer.testing import CliRunner
 
 # The package's attribute of this name is the command.
@@ -53,29 +55,42 @@ def test_the_demo_shows_the_fault_of_stock_and_exact_without_it(tmp_path):
     assert "Bit-exact HiCache is engaged" in (tmp_path / "logs/exact.log").read_text()
 
 
+def server_pids(text):
+    return [int(pid) for pid in re.findall(r"sglang.launch_server is process (\d+)", text)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_no_server(tmp_path, number):
     run = subprocess.Popen(
         DEMO, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    line = run.stdout.readline()
-    assert "sglang.launch_server is process" in line, line + run.stdout.read()
-    server = os.pidfd_open(int(line.split("process ")[1].split()[0]))
+    begin = run.stdout.readline() + run.stdout.readline()
+    servers = [os.pidfd_open(pid) for pid in server_pids(begin)]
+    assert len(servers) == 2, begin + run.stdout.read()
     run.send_signal(number)
     output, _ = run.communicate(timeout=120)
-    assert run.returncode != 0 and "verdict" not in output
-    assert select.select([server], [], [], 60)[0]
+    assert run.returncode != 0 and "verdict" not in output and "Traceback" not in output
+    assert all(select.select([server], [], [], 60)[0] for server in servers)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_dies_ends_the_demo_with_its_last_lines(tmp_path, monkeypatch):
-    dying = [sys.executable, "-c", "raise SystemExit('the [loader] found no weights')"]
-    monkeypatch.setattr(demo, "launch_command", lambda model, port: dying)
+def test_a_server_that_dies_ends_the_demo_and_the_other_server(tmp_path, monkeypatch):
+    code = (
+        "import os, signal\n"
+        f"if {BIT_EXACT_HICACHE!r} in os.environ: signal.pause()\n"
+        "raise SystemExit('the [loader] found no weights')"
+    )
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr(demo, "launch_command", lambda model, port: command)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["demo", "--json", "out.json"])
     assert result.exit_code == 2
     assert "stock: the server ended with exit code 1" in result.output
     assert "the [loader] found no weights" in result.output
+    assert len(server_pids(result.output)) == 2
+    for pid in server_pids(result.output):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -57,6 +57,9 @@ def engine(make_engine, cold_runs):
 
 
 def machine_of(engine, cold_runs, reached: Counter):
+    # What happened to the engine since its last flush; like the engine it outlives an example.
+    happened: set[str] = set()
+
     class Requests(RuleBasedStateMachine):
         def __init__(self):
             super().__init__()
@@ -64,7 +67,6 @@ def machine_of(engine, cold_runs, reached: Counter):
             self.prompt_of: dict[str, int] = {}
             self.started: set[str] = set()
             self.aborted: set[str] = set()
-            self.happened: set[str] = set()
             self.finished = 0
             # The tree is left as the example before left it.
             poison_rings(engine)
@@ -92,7 +94,7 @@ def machine_of(engine, cold_runs, reached: Counter):
             assert len(output.output_ids) == NEW_TOKENS
             if output.cached_tokens:
                 reached["host" if output.details["host"] else "device"] += 1
-                reached.update(self.happened)
+                reached.update(happened)
 
         @precondition(lambda self: len(self.prompt_of) < 4)
         @rule(indices=st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, max_size=3))
@@ -126,7 +128,7 @@ def machine_of(engine, cold_runs, reached: Counter):
             rid = list(self.prompt_of)[which % len(self.prompt_of)]
             self.aborted.add(rid)
             engine.abort(rid)
-            self.happened.add("after abort")
+            happened.add("after abort")
 
         @precondition(lambda self: self.finished > 8)
         @rule()
@@ -136,13 +138,14 @@ def machine_of(engine, cold_runs, reached: Counter):
             engine.flush()
             poison_rings(engine)
             assert len(self.manager.store) == 0
-            self.happened.add("after flush")
+            happened.clear()
+            happened.add("after flush")
 
         @precondition(lambda self: not self.prompt_of)
         @rule(tokens=st.sampled_from([256, 1024, 10**9]))
         def evict(self, tokens):
             engine.tree.evict(EvictParams(num_tokens=tokens))
-            self.happened.add("after eviction")
+            happened.add("after eviction")
 
         @invariant()
         def whole(self):

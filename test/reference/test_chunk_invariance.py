@@ -80,14 +80,30 @@ def test_chunk_size_does_not_show(record_cold, length, chunk):
     assert_same(record_cold(length, chunk), record_cold(length, WHOLE))
 
 
-def test_batch_does_not_show(make_engine):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_batch_does_not_show(make_engine, monkeypatch, mixed):
+    """Four requests of unequal length together and alone.
+
+    Mixed: chunks start anywhere, as SGLang's exact chunk fill has them on gfx95, beside decode rows.
+    """
     prompts = [prompt(seed, n) for seed, n in ((0, 700), (1, 333), (2, 1030), (3, 257))]
-    with make_engine(stock=True, hicache=False, chunked_prefill_size=512) as engine:
-        together = record(engine, *prompts, steps=5)
+    if mixed:
+        monkeypatch.setattr(
+            "sglang.srt.managers.schedule_policy._use_exact_chunk_fill", lambda: True
+        )
+    batches = []
+    with make_engine(
+        stock=True, hicache=False, chunked_prefill_size=512, enable_mixed_chunk=mixed
+    ) as engine:
+        with engine.tap(lambda batch, _: batches.append((batch.extend_prefix_lens, batch.rids))):
+            together = record(engine, *prompts, steps=5)
         for ids, expected in zip(prompts, together, strict=True):
             engine.flush()
             (alone,) = record(engine, ids, steps=5)
             assert_same(alone, expected)
+    starts = [start for extend, _ in batches if extend is not None for start in extend.tolist()]
+    assert max(len(rids) for _, rids in batches) == 4
+    assert any(start % 256 for start in starts) is mixed
 
 
 @pytest.mark.parametrize(
@@ -114,8 +130,8 @@ def test_plain_float32_does_depend_on_the_chunk(make_engine):
     try:
         for chunk in (256, WHOLE):
             with make_engine(stock=True, hicache=False, chunked_prefill_size=chunk) as engine:
-                ((_, seen),) = record(engine, prompt(0, 700), steps=1)
-                logits.append(seen[700].logits)
+                ((_, seen),) = record(engine, prompt(0, 300), steps=1)
+                logits.append(seen[300].logits)
     finally:
         arithmetic.set_chunk_invariant(True)
     difference = (logits[0] - logits[1]).abs().max().item()

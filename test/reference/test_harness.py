@@ -87,14 +87,18 @@ def test_snapshot_does_not_depend_on_the_slot_and_notices_a_byte(make_engine):
     with make_engine(stock=True, hicache=False, chunked_prefill_size=512) as engine:
 
         def keep(batch, logits):
-            slot, length = int(batch.req_pool_indices[-1]), int(batch.seq_lens[-1])
-            if length == 300:
+            if "kept" in batch.rids:
+                i = batch.rids.index("kept")
+                slot, length = int(batch.req_pool_indices[i]), int(batch.seq_lens[i])
                 held.append((slot, request_bytes(engine, slot, length)))
 
         with engine.tap(keep):
-            engine.run(prompt(0, 300), 1)
+            engine.run(prompt(0, 300), 1, rid="kept")
             engine.flush()
-            engine.run_many(engine.submit(prompt(1, 200), 4), engine.submit(prompt(0, 300), 1))
+            other = engine.submit(prompt(1, 200), 20)
+            while not engine.scheduler.running_batch.reqs:
+                engine.step()
+            engine.run_many(engine.submit(prompt(0, 300), 1, rid="kept"), other)
     (slot, first), (other_slot, second) = held
     assert slot != other_slot
     assert differing(first, second) == []

@@ -210,16 +210,10 @@ def _write_picture(console: Console, cases: Sequence[Case], sglang: str, path: P
 
 
 def _print(console: Console, cases: Sequence[Case], reasons: Sequence[str]) -> None:
-    table = Table(
-        "case",
-        "cached tokens",
-        "tokens equal",
-        "logprobs equal, bit for bit",
-        "largest |dlogprob|",
-        title="Each hit against the cold run of the same prompt on the same server",
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table(title="Each hit against the cold run of the same prompt on the same server")
+    table.add_column("case", no_wrap=True)
+    for header in ("cached tokens", "tokens equal", "logprobs bit-equal", "largest |dlogprob|"):
+        table.add_column(header, justify="right")
     for case in cases:
         comparison = case.comparison
         table.add_row(

@@ -9,8 +9,8 @@ from pathlib import Path
 from .demo_verdict import CACHED_TOKENS, HITS, Case
 
 _STYLE = {
-    "stock": {"color": "#d95f02", "marker": "o"},
-    "exact": {"color": "#1b7ab8", "marker": "s"},
+    "stock": {"color": "#d95f02", "marker": "o", "note": 0.55},
+    "exact": {"color": "#1b7ab8", "marker": "s", "note": 0.4},
 }
 
 
@@ -37,7 +37,7 @@ def draw(cases: Sequence[Case], sglang: str, path: Path) -> None:
     for row, hit in zip(panels, HITS, strict=True):
         for panel, length in zip(row, CACHED_TOKENS, strict=True):
             shown = [case for case in cases if (case.hit, case.prompt) == (hit, length)]
-            _panel(panel, f"{hit} hit, prompt of {length} tokens", shown)
+            _panel(panel, f"{hit} hit, prompt of {length} tokens", shown, positions)
     scale = panels[0][0]
     scale.set_yscale("symlog", linthresh=10.0**low, linscale=0.6)
     decades = range(low, high + 1, max(1, (high - low) // 6))
@@ -46,7 +46,7 @@ def draw(cases: Sequence[Case], sglang: str, path: Path) -> None:
         ["0 (same bits)", *(f"$10^{{{d}}}$" for d in decades)],
     )
     scale.set_ylim(-(10.0**low) / 2, 10.0**high * 2)
-    scale.set_xlim(-1, positions)
+    scale.set_xlim(-2, positions)
     for panel in panels[-1]:
         panel.set_xlabel("output position")
     for row in panels:
@@ -57,17 +57,26 @@ def draw(cases: Sequence[Case], sglang: str, path: Path) -> None:
     figure.savefig(path, format="png", dpi=130)
 
 
-def _panel(panel, title: str, cases: Sequence[Case]) -> None:
+def _panel(panel, title: str, cases: Sequence[Case], positions: int) -> None:
     panel.grid(True, which="major", alpha=0.25)
     for case in cases:
         style = _STYLE[case.server]
         values = case.comparison.dlogprobs
         end = "tokens equal"
         if not case.comparison.tokens_equal:
-            end = f"other token at {len(values) - 1}"
-            # Behind this position the texts differ and nothing is compared.
-            panel.plot(
-                len(values) - 1, values[-1], "x", color=style["color"], ms=11, mew=2, clip_on=False
+            last = len(values) - 1
+            end = f"other token at {last}"
+            panel.plot(last, values[-1], "x", color=style["color"], ms=11, mew=2)
+            panel.axvspan(last + 0.5, positions, color=style["color"], alpha=0.08, lw=0)
+            panel.text(
+                (last + 0.5 + positions) / 2,
+                style["note"],
+                f"{case.server}: another text from here on,\nnothing to compare",
+                transform=panel.get_xaxis_transform(),
+                color=style["color"],
+                ha="center",
+                va="center",
+                fontsize=9,
             )
         panel.plot(
             range(len(values)),

@@ -19,7 +19,7 @@ def request_bytes(engine: InProcessEngine, slot: int, seq_len: int) -> dict[str,
     rows for C4, the rows of the unfinished block for C128.
     """
     pool = engine.pool
-    locations = engine.req_to_token_pool.req_to_token[slot, :seq_len].long()
+    locations = engine.req_to_token_pool.req_to_token[slot, :seq_len].long().cpu()
     window = torch.arange(max(0, seq_len - WINDOW), seq_len)
     ring = slot * pool.unified_swa_ring_size + window % pool.unified_swa_ring_size
     held: dict[str, torch.Tensor] = {}
