@@ -34,9 +34,9 @@ def test_boundaries_are_the_multiples_a_span_completes(start, length, stride):
 def test_chunking_does_not_change_the_grid(start, chunks, stride):
     policy, found, position = Grid(PAGE, stride), [], start
     for chunk in chunks:
-        found += policy.boundaries(Span(position, position + chunk, decode=chunk == 1))
+        found += policy.boundaries(Span(position, position + chunk))
         position += chunk
-    assert found == policy.boundaries(Span(start, position, decode=False))
+    assert found == policy.boundaries(Span(start, position))
 
 
 @given(

@@ -21,7 +21,7 @@ DEMO = [sys.executable, "-m", "sglang_unified_kv.cli", "demo"]
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_demo_shows_the_fault_of_stock_and_exact_without_it(tmp_path):
     run = subprocess.run(
         [*DEMO, "--json", "out.json", "--picture", "out.png", "--keep-logs", "logs"],

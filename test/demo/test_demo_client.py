@@ -46,7 +46,7 @@ def client(server):
     client.close()
 
 
-def answer(logprobs=(-0.1, -2.5e-07), cached=0, details=None):
+def answer(logprobs=(-0.5, -2.384185791015625e-07), cached=0, details=None):
     entries = [[logprob, 10 + i, None] for i, logprob in enumerate(logprobs)]
     meta = {"output_token_logprobs": entries, "cached_tokens": cached}
     return {"meta_info": meta | ({"cached_tokens_details": details} if details else {})}
@@ -54,10 +54,12 @@ def answer(logprobs=(-0.1, -2.5e-07), cached=0, details=None):
 
 def test_generate_keeps_every_bit_and_tells_the_sources(server, client):
     logprob = -0.30000001192092896
-    hit = answer((logprob, -5e-324), cached=768, details={"device": 512, "host": 256})
+    hit = answer(
+        (logprob, -1.401298464324817e-45), cached=768, details={"device": 512, "host": 256}
+    )
     server.script = [(200, json.dumps([hit, answer()]))]
     first, second = client.generate_batch([[1, 2], [3]], max_new_tokens=2)
-    assert first == Generation((10, 11), (logprob, -5e-324), 768, 512, 256)
+    assert first == Generation((10, 11), (logprob, -1.401298464324817e-45), 768, 512, 256)
     assert second.cached_tokens == second.cached_device == second.cached_host == 0
     ((method, path, body),) = server.seen
     assert (method, path) == ("POST", "/generate")
@@ -75,9 +77,11 @@ def test_generate_keeps_every_bit_and_tells_the_sources(server, client):
         [answer((-1.0,))],
         [answer((-1.0, float("nan")))],
         [answer((-1.0, None))],
+        [answer((-1.0, -0.3))],
+        [answer((-1.0, -1e300))],
         {"error": "busy"},
     ],
-    ids=["no logprobs", "too short", "nan", "none", "error"],
+    ids=["no logprobs", "too short", "nan", "none", "rounded", "huge", "error"],
 )
 def test_generate_accepts_nothing_else(server, client, bad):
     server.script = [(200, json.dumps(bad))]

@@ -2,6 +2,7 @@
 
 import pytest
 from oracle import (
+    POISON,
     Recorder,
     assert_equal_runs,
     differing,
@@ -9,9 +10,10 @@ from oracle import (
     poison_rings,
 )
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang_unified_kv.checkpoint import manager as manager_module
 from sglang_unified_kv.checkpoint.layout import Kind
 from sglang_unified_kv.checkpoint.policy import Grid
-from sglang_unified_kv.checkpoint.restore import ALL_KINDS
+from sglang_unified_kv.checkpoint.restore import restore
 
 PAGE = 256
 # Length of the prompt whose deepest boundary on the stride's grid is the one under test.
@@ -33,7 +35,6 @@ def manager(engine):
     found = engine.tree.checkpoints
     yield found
     found.policy = Grid(PAGE, 1)
-    found.restore_kinds = ALL_KINDS
     found.check_idle()
 
 
@@ -62,10 +63,18 @@ def test_hit_is_bit_equal_to_the_cold_run(engine, manager, oracle, stride):
 
 
 @pytest.mark.parametrize("missing", list(Kind), ids=lambda kind: kind.value)
-def test_each_part_of_a_record_is_needed(engine, manager, oracle, missing):
+def test_each_part_of_a_record_is_needed(engine, manager, oracle, missing, monkeypatch):
     recorder = Recorder(engine)
     recorder.run(oracle.text)
-    manager.restore_kinds = ALL_KINDS - {missing}
+    lost = [ring for ring in manager.rings if ring.spec.kind is missing]
+
+    def restore_without(restores, rings, mover):
+        restore(restores, rings, mover)
+        for item in restores:
+            for ring in lost:
+                ring.buffer[item.slot * ring.size : (item.slot + 1) * ring.size] = POISON
+
+    monkeypatch.setattr(manager_module, "restore", restore_without)
     poison_rings(engine)
     hit = recorder.run(oracle.text)
     assert hit.cached_tokens == 2560

@@ -8,6 +8,7 @@ import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.managers import schedule_policy, scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.common import touch_waiting_prefix
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.reference.harness import prompt
@@ -129,14 +130,11 @@ def test_h5_a_prefix_whose_record_was_lost_becomes_a_hit_again(engine, recorder,
     assert recorder.run(oracle.text[:700]).cached_tokens == 512
 
 
-def test_h5_strict_provenance_keeps_such_a_prefix_a_miss(engine, recorder, oracle):
+def test_h5_strict_provenance_keeps_such_a_prefix_a_miss(engine, recorder, oracle, monkeypatch):
     recorder.cold(oracle.text[:700])
     forget(engine, oracle.text, 256, 512)
-    engine.tree.checkpoints.strict_provenance = True
-    try:
-        assert [recorder.run(oracle.text[:700]).cached_tokens for _ in range(2)] == [0, 0]
-    finally:
-        engine.tree.checkpoints.strict_provenance = False
+    monkeypatch.setattr(engine.tree.checkpoints._publisher, "_strict", True)
+    assert [recorder.run(oracle.text[:700]).cached_tokens for _ in range(2)] == [0, 0]
 
 
 def test_gate_cuts_to_the_deepest_record(engine, recorder, oracle):
@@ -153,8 +151,11 @@ def test_h11_queued_requests_keep_their_record_young(engine, recorder, oracle):
     store = engine.tree.checkpoints.store
     recorder.run(prompt(9, 700))
     assert next(reversed(store._records)) != key_at(engine, oracle.text, 512)
-    engine.tree.touch_prefix(RadixKey(array("q", oracle.text[:700])))
+    rid = engine.submit(oracle.text[:700], 1)
+    (queued,) = engine.scheduler.waiting_queue
+    touch_waiting_prefix(queued, engine.tree)
     assert next(reversed(store._records)) == key_at(engine, oracle.text, 512)
+    engine.run_many(rid)
 
 
 def test_extra_key_and_salt_are_part_of_the_identity(engine, recorder, oracle):
@@ -236,3 +237,20 @@ def test_h22_every_c4_state_buffer_maps_to_its_own_section(engine, recorder):
     addresses = [(r.spec.kind, r.buffer.data_ptr()) for r in manager.rings]
     assert len(set(addresses)) == len(addresses) == len(manager.mover.layout.sections)
     recorder.run(prompt(30, 700))
+
+
+def test_storage_cannot_be_attached_at_run_time_either(engine, recorder):
+    done, reason = engine.tree.attach_storage_backend("file")
+    assert not done and "does not support storage backends" in reason
+
+
+def test_a_planned_batch_must_run_the_target_forward(engine, recorder, oracle, monkeypatch):
+    from sglang_unified_kv.checkpoint.manager import CheckpointError
+
+    rid = engine.submit(oracle.text[:300], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.scheduler.tp_worker, "forward_batch_generation", lambda *a, **k: None)
+        patch.setattr(engine.scheduler, "_relay_forward_payload", lambda *a, **k: None)
+        with pytest.raises(CheckpointError, match="without the target model's forward"):
+            engine.step()
+    engine.tree.checkpoints.release(rid)

@@ -50,7 +50,7 @@ def test_records_follow_the_host_pool_the_stride_and_the_budget(make_engine):
     with make_engine(env=env) as engine:
         manager = engine.tree.checkpoints
         assert manager.store.capacity == pages // 4
-        assert manager.policy.stride == 4 and manager.strict_provenance
+        assert manager.policy.stride == 4 and manager._publisher._strict
 
 
 @pytest.mark.parametrize("budget", ["0.0001", "900000"], ids=["no record", "more than there is"])

@@ -50,6 +50,8 @@ def test_mean_square(dtype):
     whole = arithmetic.mean_square(x)
     assert torch.allclose(whole, x.float().square().mean(-1, keepdim=True), rtol=1e-5)
     assert torch.equal(arithmetic.mean_square(x[299:]), whole[299:])
+    if dtype is torch.bfloat16:
+        assert torch.equal(arithmetic.mean_square(x.flip(1)), whole)
 
 
 @pytest.mark.parametrize(
@@ -83,34 +85,42 @@ def test_softmax():
     x = torch.randn(40, 128, 8) * 4
     whole = arithmetic.softmax(x, 1)
     assert torch.allclose(whole, x.softmax(1), atol=1e-6)
+    e = arithmetic.exp(x - x.amax(1, keepdim=True))
+    assert torch.equal(whole, e / arithmetic.fold_sum(e, 1).unsqueeze(1))
     assert torch.equal(arithmetic.softmax(x[39:], 1), whole[39:])
 
 
+def upstream_calls(x, weight, groups, group_weight):
+    """The calls of upstream's model whose bits could depend on rows or on the order of a sum."""
+    return {
+        "linear": F.linear(x, weight),
+        "mm": torch.mm(x.float(), weight.float().t()),
+        "matmul": torch.matmul(x, weight.t()),
+        "einsum": torch.einsum("tgd,grd->tgr", groups, group_weight),
+        "mean": x.float().pow(2).mean(-1, keepdim=True),
+        "silu": F.silu(x),
+        "softplus": F.softplus(x),
+        "sum": groups.float().sum(dim=2),
+        "sum kept": groups.float().sum(dim=2, keepdim=True),
+    }
+
+
 def test_upstream_calls_are_made_by_the_exact_sums():
-    x, weight = bf16(70, 512), bf16(24, 512)
-    groups, group_weight = bf16(70, 2, 256), bf16(2, 16, 256)
-
-    def model(x, groups):
-        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (
-            F.linear(normed.to(torch.bfloat16), weight),
-            torch.mm(x.float(), weight.float().t()),
-            torch.matmul(x, weight.t()),
-            torch.einsum("tgd,grd->tgr", groups, group_weight),
-            F.silu(x),
-            F.softplus(x),
-            groups.float().sum(dim=1),
-            groups.float().sum(dim=1, keepdim=True),
-        )
-
+    x, weight = bf16(1700, 512), bf16(64, 512)
+    groups, group_weight = bf16(1700, 2, 256), bf16(2, 32, 256)
     with InvariantTorch():
-        together = model(x, groups)
-        alone = model(x[69:], groups[69:])
-    plain = model(x, groups)
-    for ours, single, theirs in zip(together, alone, plain, strict=True):
-        assert ours.dtype == theirs.dtype
-        assert torch.equal(ours[69:], single)
-        assert torch.allclose(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
+        together = upstream_calls(x, weight, groups, group_weight)
+        alone = upstream_calls(x[1699:], weight, groups[1699:], group_weight)
+        turned = upstream_calls(x.flip(1), weight.flip(1), groups.flip(2), group_weight.flip(2))
+    plain = upstream_calls(x, weight, groups, group_weight)
+    for name, theirs in plain.items():
+        assert together[name].dtype == theirs.dtype
+        assert torch.equal(together[name][1699:], alone[name]), name
+        assert torch.allclose(together[name].float(), theirs.float(), rtol=2e-2, atol=2e-2), name
+    for name in ("linear", "mm", "matmul", "einsum", "mean"):
+        assert torch.equal(together[name], turned[name]), name
+    assert torch.equal(together["sum"], arithmetic.fold_sum(groups.float(), 2))
+    assert torch.equal(together["sum kept"].squeeze(2), together["sum"])
 
 
 def test_ops_step_out_of_the_mode():

@@ -233,6 +233,27 @@ def test_attention_order_split_and_company_do_not_show():
         assert torch.equal(attend(picked[t : t + 1], queries[t : t + 1])[0], together[t])
 
 
+def test_attention_sums_are_exact_where_large_values_cancel():
+    """Float64 alone would keep a small weight to other bits before the cancellation than after it."""
+    large, small = torch.zeros(64), torch.zeros(64)
+    large[0], small[0], small[1] = 2.0**20, 1.0, -7.0
+    query = torch.zeros(1, 1, 64)
+    query[0, 0, 1] = 1.0
+    results = [
+        attention.decode(
+            q=query,
+            unified_kv=torch.stack(rows),
+            kv_indices=torch.arange(3, dtype=torch.int32),
+            kv_indptr=torch.tensor([0, 3], dtype=torch.int32),
+            attn_sink=torch.zeros(1),
+            softmax_scale=1.0,
+        )
+        for rows in ((large, small, -large), (large, -large, small))
+    ]
+    assert torch.equal(*results)
+    assert results[0][0, 0, 0] > 0
+
+
 def indexer_case(lengths, requests):
     """Two requests of different pages; fp8 queries, paged keys with scales, weights."""
     n = len(lengths)

@@ -15,7 +15,7 @@ import torch
 
 from .geometry import row_sources
 from .layout import Kind
-from .rings import Ring, RowIndex, as_words
+from .rings import Ring, RowIndex, as_words, upload
 from .staging import RecordMover
 
 
@@ -50,9 +50,9 @@ class _FlatIndex:
         ]
         flat, ring, from_ring = (np.concatenate(column) for column in zip(*parts, strict=True))
         where = np.flatnonzero(from_ring)
-        self.flat = torch.from_numpy(flat).to(device)
-        self.where = torch.from_numpy(where).to(device) if where.size else None
-        self.ring = torch.from_numpy(ring[where]).to(device) if where.size else None
+        self.flat = upload(flat, device)
+        self.where = upload(where, device) if where.size else None
+        self.ring = upload(ring[where], device) if where.size else None
 
 
 class InteriorCapture:
@@ -65,7 +65,7 @@ class InteriorCapture:
         self.captures = captures
         self._mover = mover
         self._staged = mover.take(len(captures))
-        self._slots = torch.tensor(self._staged, device=mover.device)
+        self._slots = upload(self._staged, mover.device)
         self._index: dict[tuple[int, int], _FlatIndex] = {}
         self._missing = set(range(len(mover.sections)))
 
@@ -110,7 +110,7 @@ class EndCapture:
         self._rings = rings
         self._mover = mover
         self._staged = mover.take(len(captures))
-        self._slots = torch.tensor(self._staged, device=mover.device)
+        self._slots = upload(self._staged, mover.device)
         self._index = RowIndex([(c.slot, c.boundary) for c in captures], mover.device)
         self._missing = {ring.spec.kind for ring in rings}
 

@@ -6,8 +6,8 @@ Called by the scheduler's thread only, in this order for every batch::
     plan(rows)                      restores are bound to rows, captures get host slots
     begin_forward()                 restores run on the current stream
       capture_interior(...)           each layer hands over the chunk's rows
-    end_waves(), capture_ends()     boundaries the forward ended at are gathered from the rings
-    finish_forward()                interior records are sent to the host
+    end_waves(), capture_ends()     interior records are sent to the host; boundaries the forward ended
+                                    at are gathered from the rings and sent
     close_step()                    pins are released
 
 and, when the tree took a request's pages, ``commit``; when the request gave its row back, ``release``.
@@ -15,18 +15,23 @@ and, when the tree took a request's pages, ``commit``; when the request gave its
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .capture import Capture, EndCapture, InteriorCapture
-from .geometry import page_floor
 from .layout import Kind
+from .pending import PendingCaptures
 from .policy import PlacementPolicy, Span
-from .restore import ALL_KINDS, Restore, restore
+from .publish import NewRange, Publisher
+from .restore import Restore, restore
 from .rings import Ring, check_layout
 from .staging import RecordMover
-from .store import CheckpointStore, Published, Record
+from .stats import Stats
+from .store import CheckpointStore, Record
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
@@ -38,7 +43,8 @@ class Row(NamedTuple):
 
     Attributes:
         rid: request id.
-        slot: request slot.
+        slot: request slot; None if the request was released since the batch was prepared. Its tokens
+            are still computed, for nobody.
         generation: counts the allocations of that slot, so that a reused slot is seen to be fresh.
         start: tokens already there.
         end: tokens there after the forward.
@@ -46,41 +52,11 @@ class Row(NamedTuple):
     """
 
     rid: str
-    slot: int
+    slot: int | None
     generation: int
     start: int
     end: int
     decode: bool
-
-
-class NewRange(NamedTuple):
-    """Tokens ``[start, end)`` whose pages an insert put into the tree.
-
-    Attributes:
-        leaf: True for a new leaf; False where the tree took the inserting run's pages for tokens that it
-            already held (device eviction undone, resident pages re-pointed).
-    """
-
-    start: int
-    end: int
-    leaf: bool
-
-
-@dataclass
-class Stats:
-    """Counters since start, in records unless said otherwise."""
-
-    captured: int = 0
-    published: int = 0
-    replaced: int = 0
-    kept_existing: int = 0
-    mixed: int = 0
-    removed: int = 0
-    restored: int = 0
-    dropped_no_slot: int = 0
-    dropped_no_staging: int = 0
-    dropped_provenance: int = 0
-    discarded: int = 0
 
 
 @dataclass
@@ -121,11 +97,11 @@ class CheckpointManager:
         self.mover = mover
         self.rings = list(rings)
         self.policy = policy
-        self.strict_provenance = strict_provenance
         self.stats = Stats()
-        self.restore_kinds = ALL_KINDS
         self._requested: dict[str, Record] = {}
-        self._pending: dict[str, dict[int, int]] = {}
+        self._pending = PendingCaptures(store)
+        self._publisher = Publisher(store, self._pending, self.stats, strict=strict_provenance)
+        self._warned: set[str] = set()
         self._generation: dict[int, int] = {}
         self._step: _Step | None = None
         self._armed = False
@@ -157,40 +133,66 @@ class CheckpointManager:
             raise CheckpointError("a batch was planned while another one was open")
         step = self._step = _Step()
         for row in rows:
-            fresh = self._generation.get(row.slot) != row.generation
-            self._generation[row.slot] = row.generation
-            record = self._requested.pop(row.rid, None)
-            if record is not None:
-                step.restores.append(Restore(row.rid, row.slot, record))
-            expected = row.start if fresh else 0
-            found = record.boundary if record is not None else 0
-            if expected != found:
-                raise CheckpointError(
-                    f"request {row.rid} computes [{row.start}, {row.end}) in "
-                    f"{'fresh' if fresh else 'its own'} slot {row.slot}, restore from {found}"
-                )
+            if row.slot is not None:
+                self._bind(step, row)
         # Everything this batch resumes from is pinned by now: only here may captures evict.
+        self._plan_captures(step, rows)
+
+    def _bind(self, step: _Step, row: Row) -> None:
+        fresh = self._generation.get(row.slot) != row.generation
+        self._generation[row.slot] = row.generation
+        record = self._requested.pop(row.rid, None)
+        if record is not None:
+            step.restores.append(Restore(row.rid, row.slot, record))
+        expected = row.start if fresh else 0
+        found = record.boundary if record is not None else 0
+        if expected != found:
+            raise CheckpointError(
+                f"request {row.rid} computes [{row.start}, {row.end}) in "
+                f"{'fresh' if fresh else 'its own'} slot {row.slot}, restore from {found}"
+            )
+        if fresh:
+            self._publisher.begin(row.rid, row.start)
+
+    def _plan_captures(self, step: _Step, rows: Sequence[Row]) -> None:
+        interior: list[tuple[int, Row, int, int]] = []
         flat_offset = 0
         for row in rows:
-            self._plan_captures(step, row, flat_offset)
+            if row.slot is not None:
+                span = self.policy.boundaries(Span(row.start, row.end))
+                inside = [b for b in span if b != row.end]
+                interior += [(len(inside) - i, row, flat_offset, b) for i, b in enumerate(inside)]
+                if row.end in span and (capture := self._reserve(row, flat_offset, row.end)):
+                    step.ends.append(capture)
             flat_offset += row.end - row.start
-        surplus = step.interior[: max(0, len(step.interior) - self.mover.staging_slots)]
-        for capture in surplus:
-            self._discard(capture.rid, capture.boundary)
-            self.stats.dropped_no_staging += 1
-        step.interior = step.interior[len(surplus) :]
+        # Deepest first, so that what staging or the store cannot hold are shallow boundaries.
+        interior.sort(key=lambda item: item[0])
+        surplus = len(interior) - self.mover.staging_slots
+        if surplus > 0:
+            self.stats.dropped_no_staging += surplus
+            self._warn_once("staging is full", "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES")
+        for _, row, offset, boundary in interior[: self.mover.staging_slots]:
+            if capture := self._reserve(row, offset, boundary):
+                step.interior.append(capture)
 
-    def _plan_captures(self, step: _Step, row: Row, flat_offset: int) -> None:
-        for boundary in self.policy.boundaries(Span(row.start, row.end, row.decode)):
-            host_slot = self.store.reserve()
-            if host_slot is None:
-                self.stats.dropped_no_slot += 1
-                continue
-            if boundary in self._pending.setdefault(row.rid, {}):
-                self._discard(row.rid, boundary)
-            self._pending.setdefault(row.rid, {})[boundary] = host_slot
-            capture = Capture(row.rid, row.slot, boundary, row.start, flat_offset, host_slot)
-            (step.ends if boundary == row.end else step.interior).append(capture)
+    def _reserve(self, row: Row, flat_offset: int, boundary: int) -> Capture | None:
+        host_slot = self.store.reserve()
+        if host_slot is None:
+            self.stats.dropped_no_slot += 1
+            self._warn_once("every host slot is in use", "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB")
+            return None
+        self.stats.superseded += self._pending.add(row.rid, boundary, host_slot, decode=row.decode)
+        return Capture(row.rid, row.slot, boundary, row.start, flat_offset, host_slot)
+
+    def _warn_once(self, what: str, remedy: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            logger.warning(
+                "A checkpoint was not captured: %s. Later prompts hit an earlier boundary. Raise %s if "
+                "this is frequent (said once).",
+                what,
+                remedy,
+            )
 
     # -- inside the forward
 
@@ -201,7 +203,7 @@ class CheckpointManager:
 
     @property
     def armed(self) -> bool:
-        """True between begin_forward and finish_forward: layers may hand over rows."""
+        """True inside the target forward: layers may hand over rows."""
         return self._armed
 
     def begin_forward(self) -> None:
@@ -211,7 +213,7 @@ class CheckpointManager:
             return
         self._armed = step.ran = True
         if step.restores:
-            restore(step.restores, self.rings, self.mover, self.restore_kinds)
+            restore(step.restores, self.rings, self.mover)
             self.stats.restored += len(step.restores)
         if step.interior:
             step.interior_gather = InteriorCapture(step.interior, self.mover)
@@ -230,14 +232,18 @@ class CheckpointManager:
         self._step.interior_gather.gather(section, self.rings[section], flat_rows)
 
     def end_waves(self) -> Iterator[None]:
-        """Step through the captures at ends of spans, as many at a time as staging holds.
+        """Behind the last layer: save the interior captures, then step through those at span ends.
 
-        Between two steps the caller has :meth:`capture_ends` called for every kind; each wave is sent to
-        the host when the iterator is advanced.
+        As many at a time as staging holds. Between two steps the caller has :meth:`capture_ends` called
+        for every kind; each wave is sent to the host when the iterator is advanced.
         """
         if not self._armed:
             return
         step, size = self._step, self.mover.staging_slots
+        if step.interior_gather is not None:
+            # First: until then their staging slots are held.
+            step.interior_gather.finish()
+            self.stats.captured += len(step.interior)
         for first in range(0, len(step.ends), size):
             captures = step.ends[first : first + size]
             step.wave = EndCapture(captures, self.rings, self.mover)
@@ -245,20 +251,12 @@ class CheckpointManager:
             step.wave.finish()
             self.stats.captured += len(captures)
         step.wave = None
+        self._armed = False
 
     def capture_ends(self, kinds: frozenset[Kind]) -> None:
         """Gather the sections of ``kinds`` of the current wave from the rings."""
         if self._armed and self._step.wave is not None:
             self._step.wave.gather(kinds)
-
-    def finish_forward(self) -> None:
-        """Send the interior captures to the host and stop listening to the layers."""
-        if not self._armed:
-            return
-        self._armed = False
-        if self._step.interior_gather is not None:
-            self._step.interior_gather.finish()
-            self.stats.captured += len(self._step.interior)
 
     def close_step(self) -> None:
         """The batch has been launched (or failed): its restores no longer need their pins."""
@@ -275,79 +273,35 @@ class CheckpointManager:
     ) -> None:
         """The tree holds ``[0, length)`` of the request: publish what was captured there.
 
-        Invariant 1 (live equality) is held here and nowhere else.
-
         Args:
             chain: page hashes of at least ``length`` tokens.
             length: tokens the insert covered, a multiple of the page size.
             new_ranges: what the tree took over from this run; everything else it already held.
         """
-        page = self.store.page_size
-        fresh: set[int] = set()
-        adopted: set[int] = set()
-        for span in new_ranges:
-            inside = range(page_floor(span.start, page) + page, span.end + 1, page)
-            (fresh if span.leaf else adopted).update(inside)
-        pending = self._pending.get(rid, {})
-        ready = sorted(b for b in pending if b <= length)
-        for boundary in sorted(
-            (fresh | (adopted if self.strict_provenance else set())) - set(ready)
-        ):
-            # New pages and no capture: a record of an older run must not pair with them.
-            self.stats.removed += self.store.remove(chain[boundary // page - 1])
-        for boundary in ready:
-            self._publish(
-                chain[boundary // page - 1],
-                boundary,
-                pending.pop(boundary),
-                fresh=boundary in fresh,
-                adopted=boundary in adopted,
-            )
-        if not pending:
-            self._pending.pop(rid, None)
-
-    def _publish(self, key: str, boundary: int, slot: int, *, fresh: bool, adopted: bool) -> None:
-        if not fresh and self.strict_provenance:
-            if adopted:
-                self.stats.removed += self.store.remove(key)
-            self.store.discard(slot)
-            self.stats.dropped_provenance += 1
-            return
-        outcome = self.store.publish(key, boundary, slot, replace=fresh, mixed=not fresh)
-        self.stats.published += outcome is not Published.KEPT_EXISTING
-        self.stats.replaced += outcome is Published.REPLACED
-        self.stats.kept_existing += outcome is Published.KEPT_EXISTING
-        self.stats.mixed += outcome is not Published.KEPT_EXISTING and not fresh
+        self._publisher.commit(rid, chain, length, new_ranges)
 
     def release(self, rid: str) -> None:
         """The request gave its row back, in whatever way: nothing of it may stay pinned or pending."""
         self._drop_request(rid)
-        for boundary in list(self._pending.get(rid, ())):
-            self._discard(rid, boundary)
-            self.stats.discarded += 1
+        self._publisher.forget(rid)
+        self.stats.discarded += self._pending.release(rid)
 
     def reset(self) -> None:
         """Forget every checkpoint. The engine is idle: no batch is in flight."""
         self._requested.clear()
-        self._pending.clear()
+        self._publisher.clear()
         self.store.clear()
+        self._pending.clear()
 
     def _drop_request(self, rid: str) -> None:
         record = self._requested.pop(rid, None)
         if record is not None:
             self.store.unpin(record)
 
-    def _discard(self, rid: str, boundary: int) -> None:
-        boundaries = self._pending[rid]
-        self.store.discard(boundaries.pop(boundary))
-        if not boundaries:
-            del self._pending[rid]
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless store and requests agree on every reserved slot and every pin."""
         self.store.check_integrity()
-        pending = [slot for slots in self._pending.values() for slot in slots.values()]
-        assert len(pending) == len(set(pending)) == self.store.reserved, "a capture's slot is lost"
+        self._pending.check_integrity()
         if self._step is None:
             assert self.store.pinned == len({id(r) for r in self._requested.values()}), (
                 "a record is pinned that no request waits for"
@@ -356,8 +310,5 @@ class CheckpointManager:
     def check_idle(self) -> None:
         """Raise AssertionError unless nothing is pinned, pending or in flight (invariant 6)."""
         self.check_integrity()
-        assert self._step is None and not self._requested and not self._pending, (
-            self._step,
-            self._requested,
-            self._pending,
-        )
+        assert self._step is None and not self._requested and not self._pending
+        self._publisher.check_idle()

@@ -15,12 +15,10 @@ class Span:
     Attributes:
         start: first position computed.
         end: one past the last position computed.
-        decode: True for the single token of a decode step.
     """
 
     start: int
     end: int
-    decode: bool
 
 
 class PlacementPolicy(Protocol):
@@ -39,7 +37,7 @@ class Grid:
         page_size: tokens per page.
         stride: pages between checkpoints, at least 1.
 
-    >>> Grid(page_size=256, stride=2).boundaries(Span(0, 1100, decode=False))
+    >>> Grid(page_size=256, stride=2).boundaries(Span(0, 1100))
     [512, 1024]
     """
 

@@ -19,6 +19,14 @@ def as_words(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(WORD)
 
 
+def upload(indices: np.ndarray | list[int], device: torch.device) -> torch.Tensor:
+    """int64 indices on the device, without making the host wait for its stream."""
+    tensor = torch.as_tensor(indices, dtype=torch.int64)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Ring:
     """One request-addressed ring buffer of the engine.
@@ -70,7 +78,7 @@ class RowIndex:
         key = (rows, ring.size)
         if key not in self._tensors:
             index = [ring_rows(slot, ring.size, end - rows, end) for slot, end in self._pairs]
-            self._tensors[key] = torch.from_numpy(np.concatenate(index)).to(self._device)
+            self._tensors[key] = upload(np.concatenate(index), self._device)
         return self._tensors[key]
 
 

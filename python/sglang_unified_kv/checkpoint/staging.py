@@ -39,6 +39,7 @@ class RecordMover:
             (staging_slots, layout.record_bytes), dtype=torch.uint8, device=device
         )
         self._next = 0
+        self._held: set[int] = set()
         self._staging_busy: dict[int, object] = {}
         self._host_written: dict[int, object] = {}
         # One view per section: int64 [staging_slots, rows, row words].
@@ -50,9 +51,14 @@ class RecordMover:
         ]
 
     def take(self, count: int) -> list[int]:
-        """Staging slots for the current stream, oldest use first; at most :attr:`staging_slots`."""
+        """Staging slots for the current stream, oldest use first; at most :attr:`staging_slots`.
+
+        They are held until :meth:`save` or :meth:`done_reading`.
+        """
         assert count <= self.staging_slots, (count, self.staging_slots)
         slots = [(self._next + i) % self.staging_slots for i in range(count)]
+        assert self._held.isdisjoint(slots), "a staging slot is taken while its record is not saved"
+        self._held.update(slots)
         self._next = (self._next + count) % self.staging_slots
         for event in {id(e): e for s in slots if (e := self._staging_busy.get(s))}.values():
             self._module.current_stream().wait_event(event)
@@ -66,6 +72,7 @@ class RecordMover:
             for source, target in zip(staging, host, strict=True):
                 self.host[target].copy_(self._staging[source], non_blocking=True)
         done = self._record(self._copy_stream)
+        self._held.difference_update(staging)
         self._staging_busy.update(dict.fromkeys(staging, done))
         self._host_written.update(dict.fromkeys(host, done))
 
@@ -79,13 +86,14 @@ class RecordMover:
 
     def done_reading(self, staging: list[int]) -> None:
         """The current stream has queued its last read of these staging slots."""
+        self._held.difference_update(staging)
         self._staging_busy.update(
             dict.fromkeys(staging, self._record(self._module.current_stream()))
         )
 
     def synchronize(self) -> None:
-        """Wait for every queued copy. For shutdown and tests only."""
-        self._copy_stream.synchronize()
+        """Wait for everything that may still read or write a record. For shutdown only."""
+        self._module.synchronize()
 
     def _record(self, stream):
         event = self._module.Event()

@@ -1,6 +1,6 @@
 """CheckpointStore: prefix hash -> record. Decides which record lives in which host slot.
 
-The store knows slots, not bytes: :class:`~sglang_unified_kv.checkpoint.staging.RecordPool` holds the bytes.
+The store knows slots; :class:`~sglang_unified_kv.checkpoint.staging.RecordMover` holds the bytes.
 Every decision is a pure function of the calls made, in order, so that ranks that make the same calls agree.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class Generation:
 
     Attributes:
         output_ids: generated token ids.
-        logprobs: natural-log probability of each of them, the server's floats unrounded.
+        logprobs: natural-log probability of each of them, the engine's float32 values unrounded.
         cached_tokens: prompt tokens that were not computed.
         cached_device: those of them that were on the device.
         cached_host: those of them that were loaded from host memory.
@@ -149,6 +150,13 @@ class SGLangClient:
         )
 
 
+def _is_float32(value: float) -> bool:
+    try:
+        return struct.unpack("<f", struct.pack("<f", value))[0] == value
+    except OverflowError:
+        return False
+
+
 def _generation(answer: dict[str, Any]) -> Generation:
     meta = answer["meta_info"]
     entries = meta["output_token_logprobs"]
@@ -156,6 +164,8 @@ def _generation(answer: dict[str, Any]) -> Generation:
     logprobs = tuple(float(logprob) for logprob, *_ in entries)
     if not all(map(math.isfinite, logprobs)):
         raise ValueError("a logprob is not finite")
+    if not all(map(_is_float32, logprobs)):
+        raise ValueError("a logprob is not a float32 number: it was rounded on the way")
     # SGLang leaves the details out when nothing was cached.
     details = meta.get("cached_tokens_details") or {"device": 0, "host": 0}
     return Generation(

@@ -38,6 +38,7 @@ class ServerProcess:
         self._command = list(command)
         self._env = dict(env)
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
 
     def __enter__(self) -> ServerProcess:
         with self.log.open("wb") as log:
@@ -53,7 +54,14 @@ class ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the process group now: SIGTERM to the server, SIGKILL to whatever is left."""
         process = self._process
+        if self._stopped:
+            # Its id may belong to somebody else by now.
+            return
         try:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
@@ -61,12 +69,13 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Whatever it left behind; its id stays ours as long as a member of the group lives.
+            # The id stays taken as long as a member of the group lives.
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
             process.wait()
+            self._stopped = True
 
     @property
     def pid(self) -> int:

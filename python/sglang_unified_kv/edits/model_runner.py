@@ -23,5 +23,4 @@ def forward(original, self, forward_batch, *args, **kwargs):
     for _ in manager.end_waves():
         self.attn_backend.capture_swa_windows_decode(forward_batch)
         self.attn_backend.capture_compress_state_windows_decode(forward_batch)
-    manager.finish_forward()
     return output

@@ -43,11 +43,6 @@ OVERRIDES = {
         "host pools are sized here; ours behind them",
     ),
     "match_prefix": ("self, params", "14f42df18d6eedb4", "the strict gate"),
-    "touch_prefix": (
-        "self, key",
-        "28fc9ffe3c307eb9",
-        "keeps records of queued requests as young as their pages",
-    ),
     "insert": ("self, params", "7059494fdad65977", "asks which ranges the tree adopted"),
     "checkpoint_into_tree": (
         "self, req, *, up_to, **kwargs",
@@ -65,6 +60,12 @@ OVERRIDES = {
         "224ba3ea2bf7ae4d",
         "a restored window is not computed again",
     ),
+    "attach_storage_backend": (
+        "self, storage_backend, storage_backend_extra_config_json, served_model_name, "
+        "hicache_storage_prefetch_policy, hicache_write_policy",
+        "7bff432bd8560255",
+        "refused at run time as it is at start",
+    ),
     "release_host_resources": ("self", "a00f1cdfc4b46d75", "unpins our host pool"),
 }
 for _name, (_params, _fingerprint, _why) in OVERRIDES.items():
@@ -76,3 +77,43 @@ for _name, (_params, _fingerprint, _why) in OVERRIDES.items():
         params=_params,
         fingerprint=_fingerprint,
     )
+
+for _target, _params, _fingerprint, _why in (
+    (
+        f"{_CACHE}.init_load_back",
+        "self, params",
+        "814c6b0685ba049e",
+        "counts what it loads from the device end of the match",
+    ),
+    (
+        f"{_CACHE}.load_back",
+        "self, node_id, mem_quota, req",
+        "cc2df0bd32aa75cd",
+        "loads the whole path or nothing and keeps it locked",
+    ),
+    (
+        "sglang.srt.mem_cache.common:match_kv_cache",
+        "req, tree_cache, token_ids, *, cow_mamba, max_prefix_len",
+        "1f3b0e2c895cf0ad",
+        "every admission matches through the cache and resumes at the device end",
+    ),
+    (
+        "sglang.srt.mem_cache.common:checkpoint_kv_cache",
+        "req, tree_cache",
+        "61d4ff19b3d53de6",
+        "pages of a running request reach the tree through checkpoint_into_tree",
+    ),
+    (
+        "sglang.srt.managers.schedule_batch:Req.init_next_round_input",
+        "self, tree_cache, cow_mamba",
+        "53d797a0a57b13b3",
+        "a request is matched again in the round that admits it",
+    ),
+    (
+        "sglang.srt.mem_cache.allocation:alloc_for_extend",
+        "batch",
+        "79929fe4dbc6fcec",
+        "the prefix of a fresh row is read before the row is allocated",
+    ),
+):
+    SERIES.relies_on(_target, feature=_FEATURE, why=_why, params=_params, fingerprint=_fingerprint)

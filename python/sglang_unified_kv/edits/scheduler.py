@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..checkpoint.manager import Row
+from ..checkpoint.manager import CheckpointError, Row
 from .active import current_manager
 from .series import SERIES
 
@@ -28,6 +28,19 @@ def prefix_kv_indices(original, batch, req):
 
 
 @SERIES.wrap(
+    "sglang.srt.mem_cache.common:touch_waiting_prefix",
+    feature=_FEATURE,
+    why="keeps records of queued requests as young as their pages; knows the request",
+    params="req, tree_cache",
+    fingerprint="b669c21bd30c44eb",
+)
+def touch_waiting_prefix(original, req, tree_cache):
+    original(req, tree_cache)
+    if current_manager() is not None:
+        tree_cache.touch_checkpoint(req)
+
+
+@SERIES.wrap(
     "sglang.srt.managers.scheduler:Scheduler.run_batch",
     feature=_FEATURE,
     why="rows, prefixes and extends of the batch are final and nothing is launched yet",
@@ -40,27 +53,29 @@ def run_batch(original, self, batch, *args, **kwargs):
         return original(self, batch, *args, **kwargs)
     manager.plan(rows_of(batch))
     try:
-        return original(self, batch, *args, **kwargs)
+        result = original(self, batch, *args, **kwargs)
+        if manager.planned:
+            raise CheckpointError("a planned batch ended without the target model's forward")
+        return result
     finally:
         manager.close_step()
 
 
 def rows_of(batch: ScheduleBatch) -> list[Row]:
     """The batch's rows; mixed and converted decode rows are 1-token extends and read the same way."""
-    pool = batch.req_to_token_pool
-    slots = [req.kv.req_pool_idx for req in batch.reqs]
-    generations = pool.req_generation[slots].tolist()
     if batch.forward_mode.is_extend():
         spans = [(p, p + e) for p, e in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     else:
         spans = [(end - 1, end) for end in batch.seq_lens_cpu.tolist()]
     decode = not batch.forward_mode.is_extend()
-    return [
-        Row(req.rid, slot, generation, start, end, decode)
-        for req, slot, generation, (start, end) in zip(
-            batch.reqs, slots, generations, spans, strict=True
-        )
-    ]
+    generations = batch.req_to_token_pool.req_generation
+    rows = []
+    for req, (start, end) in zip(batch.reqs, spans, strict=True):
+        # Without a row: released by a result that was processed after the batch was prepared.
+        slot = req.kv.req_pool_idx if req.kv.holds_kv else None
+        generation = -1 if slot is None else int(generations[slot])
+        rows.append(Row(req.rid, slot, generation, start, end, decode))
+    return rows
 
 
 SERIES.relies_on(

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
-from ..checkpoint.manager import NewRange
+from ..checkpoint.publish import NewRange
 from ..checkpoint.reuse import TreeMatch, gate
 from .active import Active, activate
 from .build import build_manager, release_manager
@@ -82,11 +82,13 @@ class StrictUnifiedRadixCache(UnifiedRadixCache):
             host_hit_length=gated.total - gated.device,
         )
 
-    def touch_prefix(self, key: RadixKey) -> None:
-        super().touch_prefix(key)
-        if not self.disable:
-            chain = self._chain(None, self._view(key))
-            self._touch(chain, self.checkpoints.store.deepest(chain, len(self._view(key))))
+    def touch_checkpoint(self, req: Req) -> None:
+        """Count a use of the record that a queued request would resume from."""
+        key = RadixKey(
+            req.origin_input_ids + req.output_ids, req.extra_key, cache_salt=req.cache_salt
+        )
+        chain = self._chain(req, self._view(key))
+        self._touch(chain, self.checkpoints.store.deepest(chain, len(self._view(key))))
 
     def restore_swa_windows(self, req: Req) -> None:
         tokens = req.full_untruncated_fill_ids
@@ -121,6 +123,12 @@ class StrictUnifiedRadixCache(UnifiedRadixCache):
         super()._reset_full()
         if self.checkpoints is not None:
             self.checkpoints.reset()
+
+    def attach_storage_backend(self, *args, **kwargs) -> tuple[bool, str]:
+        return False, (
+            "exact prefix reuse does not support storage backends yet; "
+            "unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE to attach one"
+        )
 
     def release_host_resources(self) -> None:
         if self.checkpoints is not None:
