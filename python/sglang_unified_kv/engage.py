@@ -67,6 +67,7 @@ class Facts(EnvironmentFacts):
     enable_unified_cache_external_linker: bool
     page_size: int | None
     attention_backends: tuple[str | None, str | None]
+    cuda_graph_backend_prefill: str
     dsv4_attn_backend: str
     enable_unified_memory: bool
     enable_hisparse: bool
@@ -188,6 +189,11 @@ LAUNCH_OBSTACLES = (
         lambda f: f.attention_backends == ("dsv4", "dsv4"),
         "--attention-backend resolves to {attention_backends} for prefill and decode: "
         "both must be dsv4",
+    ),
+    # A replayed graph runs no Python: boundaries inside a chunk could not be captured.
+    Rule(
+        lambda f: f.cuda_graph_backend_prefill == "disabled",
+        "--cuda-graph-backend-prefill {cuda_graph_backend_prefill}: set it to disabled",
     ),
     Rule(
         lambda f: f.dsv4_attn_backend != "trtllm",

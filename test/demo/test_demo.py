@@ -52,7 +52,9 @@ def test_the_demo_shows_the_fault_of_stock_and_exact_without_it(tmp_path):
     assert picture.startswith(PNG_MAGIC) and len(picture) > 20_000
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["exact.log", "stock.log"]
     assert "Bit-exact HiCache is engaged" not in (tmp_path / "logs/stock.log").read_text()
-    assert "Bit-exact HiCache is engaged" in (tmp_path / "logs/exact.log").read_text()
+    log = (tmp_path / "logs/exact.log").read_text()
+    assert "Bit-exact HiCache is engaged" in log and "Checkpoints engaged" in log
+    assert "Traceback" not in log, "it did not shut down cleanly"
 
 
 def server_pids(text):

@@ -1,7 +1,11 @@
 """Ways of running the engine that change how batches look, and a store smaller than the tree."""
 
+import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings, watch
 from sglang.srt.managers import schedule_policy
+from sglang_unified_kv.checkpoint.manager import CheckpointError
+from sglang_unified_kv.edits import model_runner
+from sglang_unified_kv.edits.active import current_manager
 from sglang_unified_kv.reference.harness import prompt
 
 PAGE = 256
@@ -71,3 +75,20 @@ def test_store_smaller_than_the_tree_misses_but_never_lies(make_engine, oracle):
         assert again.cached_tokens == 1024, "its own captures serve the next request"
         assert_equal_runs(again, oracle.run(1100))
         manager.check_idle()
+
+
+def test_a_planned_batch_must_run_the_target_forward(make_engine, monkeypatch):
+    """Were a forward to pass the plan by, its captures would hold what was in their slots before."""
+    with make_engine() as engine:
+        engine.submit(prompt(1, 300), 1)
+        monkeypatch.setattr(model_runner, "manager_of", lambda pool: None)
+        with pytest.raises(CheckpointError, match="without the target model's forward"):
+            engine.step()
+
+
+def test_a_stock_engine_after_an_exact_one_is_stock(make_engine):
+    with make_engine() as engine:
+        assert current_manager() is engine.tree.checkpoints
+    with make_engine(stock=True) as engine:
+        assert current_manager() is None and type(engine.tree).__name__ == "UnifiedRadixCache"
+        engine.run(prompt(1, 300), 1)

@@ -54,6 +54,7 @@ GOOD = Facts(
     enable_decoder_swa_bounded_replay=False,
     encoder_only=False,
     use_ray=False,
+    cuda_graph_backend_prefill="disabled",
 )
 
 # A bad value of one fact, and what its line has to name.
@@ -104,6 +105,10 @@ OBSTACLES = [
     (dict(enable_decoder_swa_bounded_replay=True), "--no-enable-decoder-swa-bounded-replay"),
     (dict(encoder_only=True), "--encoder-only"),
     (dict(use_ray=True), "--use-ray"),
+    (
+        dict(cuda_graph_backend_prefill="breakable"),
+        "--cuda-graph-backend-prefill breakable: set it to disabled",
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from .. import engage
+from .active import activate
 from .series import SERIES
 
 _FEATURE = "bit-exact hicache"
@@ -20,6 +21,8 @@ _STRICT = "sglang_unified_kv.edits.strict_cache.StrictUnifiedRadixCache"
     fingerprint="efaffb4ac2d8b578",
 )
 def create_unified_radix_cache(original, ctx, *, cache_class=None):
+    # An engine that this process ran before may have left its manager.
+    activate(None)
     if engage.current() is None:
         return original(ctx, cache_class=cache_class)
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..checkpoint.manager import CheckpointError, Row
 from .active import current_manager
 from .series import SERIES
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    from ..checkpoint.manager import Row
 
 _FEATURE = "bit-exact hicache"
 
@@ -51,6 +52,8 @@ def run_batch(original, self, batch, *args, **kwargs):
     manager = current_manager()
     if manager is None or batch.forward_mode.is_idle():
         return original(self, batch, *args, **kwargs)
+    from ..checkpoint.manager import CheckpointError
+
     manager.plan(rows_of(batch))
     try:
         result = original(self, batch, *args, **kwargs)
@@ -63,6 +66,8 @@ def run_batch(original, self, batch, *args, **kwargs):
 
 def rows_of(batch: ScheduleBatch) -> list[Row]:
     """The batch's rows; mixed and converted decode rows are 1-token extends and read the same way."""
+    from ..checkpoint.manager import Row
+
     if batch.forward_mode.is_extend():
         spans = [(p, p + e) for p, e in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     else:

@@ -85,6 +85,7 @@ def facts_of(server_args: Any) -> Facts:
         architecture=(config.architectures or [""])[0],
         model_type=config.model_type,
         attention_backends=attention_backends_of(cfg),
+        cuda_graph_backend_prefill=cfg.cuda_graph_config.prefill.backend,
         speculative_algorithm=None if algorithm in (None, "NONE") else algorithm,
         enable_decoder_swa_bounded_replay=bool(cfg.enable_decoder_swa_bounded_replay),
         **{name: getattr(cfg, name) for name in _COPIED},
@@ -95,6 +96,7 @@ _GATHERED = {
     "architecture",
     "model_type",
     "attention_backends",
+    "cuda_graph_backend_prefill",
     "speculative_algorithm",
     "enable_decoder_swa_bounded_replay",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 ENV = "SGLANG_UNIFIED_KV_REFERENCE_ENGINE"
 CHUNK_INVARIANT_ENV = "SGLANG_UNIFIED_KV_REFERENCE_CHUNK_INVARIANT"
@@ -77,7 +78,10 @@ def register() -> None:
         SystemExit: the engine was asked for and cannot be had. SGLang logs and swallows every
             ``Exception`` of a plugin and would serve without it.
     """
-    reasons = _activate()
+    try:
+        reasons = _activate()
+    except Exception:  # the loader swallows whatever escapes from here
+        reasons = traceback.format_exc().splitlines()
     if not reasons:
         return
     print(f"{ENV}: the reference engine cannot start:", file=sys.stderr)
