@@ -18,7 +18,7 @@ def test_prompt():
 
 def test_hits_evictions_and_flush(make_engine):
     """A small device pool beside a larger host pool: hits come from both, and a flush empties both."""
-    with make_engine(stock=True, chunked_prefill_size=512, max_total_tokens=2048) as engine:
+    with make_engine(stock=True, chunked_prefill_size=512, max_total_tokens=1536) as engine:
         cold = engine.run(prompt(0, 700), 4, return_logprob=True, logprob_start_len=0)
         assert cold.cached_tokens == 0 and cold.details is None
         assert cold.finish_reason["type"] == "length"
@@ -26,8 +26,8 @@ def test_hits_evictions_and_flush(make_engine):
         assert len(cold.input_logprobs) == 700
         engine.drain()
         assert engine.run(prompt(0, 700), 1).details == {"device": 512, "host": 0}
-        for seed in (1, 2, 3):
-            engine.run(prompt(seed, 900), 1)
+        for seed in (1, 2):
+            engine.run(prompt(seed, 700), 1)
             engine.drain()
         hit = engine.run(prompt(0, 700), 1)
         assert hit.cached_tokens == 512 and hit.details["host"] > 0
@@ -47,7 +47,7 @@ def test_overlap_schedule_computes_the_same(make_engine):
             disable_overlap_schedule=not overlap,
         ) as engine:
             assert engine.scheduler.enable_overlap is overlap
-            rids = [engine.submit(prompt(seed, 300 + seed), 6) for seed in range(4)]
+            rids = [engine.submit(prompt(seed, 150 + seed), 4) for seed in range(3)]
             outputs.append([o.output_ids for o in engine.run_many(*rids)])
             engine.drain()
             assert engine.scheduler.is_fully_idle()
@@ -127,6 +127,15 @@ def test_one_engine_at_a_time_and_close_leaves_nothing(make_engine, model_path):
     assert not torch.distributed.is_initialized()
     assert not [path for path in sockets if path.exists()]
     engine.close()
+
+
+def test_a_failed_start_does_not_spoil_the_next(make_engine):
+    with pytest.raises(ValueError, match="mem-fraction-static"):
+        with make_engine(stock=True, hicache=False, mem_fraction_static=0.001):
+            pytest.fail("it must not start")
+    assert not torch.distributed.is_initialized()
+    with make_engine(stock=True, hicache=False) as engine:
+        assert len(engine.run(prompt(0, 20), 1).output_ids) == 1
 
 
 def test_a_switched_off_engine_is_refused(monkeypatch, model_path):

@@ -1,64 +1,65 @@
 """The reference engine behind SGLang's own HTTP server: processes, tokenizer, OpenAI endpoints."""
 
+import collections
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
+import threading
 import urllib.request
 
 import pytest
 from sglang_unified_kv.reference.plugin import ENV
 
-START_S = 300
-
 
 @pytest.fixture(scope="module")
-def post(model_path, tmp_path_factory):
+def post(model_path):
     """``post(path, body)`` to a server of this module's own."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log.txt"
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"]
     command += ["--model-path", str(model_path), "--device", "cpu", "--disable-cuda-graph"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--page-size", "256"]
     command += ["--max-total-tokens", "4096", "--context-length", "4096"]
     command += ["--max-running-requests", "4", "--enable-cache-report", "--skip-server-warmup"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_UNIFIED_KV_")}
-    with log.open("w") as output:
-        server = subprocess.Popen(
-            command, env={**environment, ENV: "1"}, stdout=output, stderr=subprocess.STDOUT
-        )
+    server = subprocess.Popen(
+        command,
+        env={**environment, ENV: "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
-    def post(path, body=None, timeout=120):
-        data = None if body is None else json.dumps(body).encode()
+    def post(path, body):
         request = urllib.request.Request(
-            f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"}
+            f"http://127.0.0.1:{port}{path}",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            return json.loads(response.read() or "null")
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return json.loads(response.read())
 
     try:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                post("/model_info", timeout=5)
+        log = []
+        for line in server.stdout:
+            log.append(line)
+            if "Uvicorn running on" in line:
                 break
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                assert server.poll() is None, log.read_text()[-4000:]
-                assert time.monotonic() < deadline, log.read_text()[-4000:]
-                time.sleep(0.5)
+        else:
+            pytest.fail("the server ended:\n" + "".join(log[-40:]))
+        # Nobody reads the rest, but a full pipe would stop the server.
+        drain = threading.Thread(target=collections.deque, args=(server.stdout, 0), daemon=True)
+        drain.start()
         yield post
     finally:
-        server.terminate()
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        # With its children: the session is the server's own.
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def test_text_completions_reuse_their_prefix(post):

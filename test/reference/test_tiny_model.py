@@ -2,6 +2,8 @@
 
 import hashlib
 import logging
+import runpy
+import sys
 
 import pytest
 import torch
@@ -31,6 +33,13 @@ def digests(path):
 def test_its_bytes_are_fixed(model_path, tmp_path):
     assert digests(model_path) == DIGESTS[CONTENT_VERSION]
     assert digests(write_tiny_model(tmp_path / "again")) == DIGESTS[CONTENT_VERSION]
+
+
+def test_module_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["model", str(tmp_path / "model")])
+    runpy.run_module("sglang_unified_kv.reference.model", run_name="__main__")
+    assert capsys.readouterr().out == f"{tmp_path / 'model'}\n"
+    assert digests(tmp_path / "model") == DIGESTS[CONTENT_VERSION]
 
 
 def test_writing_twice_leaves_the_first_alone(tmp_path):

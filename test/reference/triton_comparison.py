@@ -28,9 +28,9 @@ from sglang_unified_kv.reference.ops import (  # noqa: E402
     norm_rope,
 )
 
-TOKENS, WINDOW, SWA_PAGES = 9, 128, 5 * 128
+TOKENS, WINDOW, SWA_PAGES = 5, 128, 5 * 128
 # Across 256: the end of a page and of a C128 block.
-CHUNK_START, SLOT = 250, 3
+CHUNK_START, SLOT = 253, 3
 HEADS, DIM = 4, 512
 
 torch.manual_seed(0)

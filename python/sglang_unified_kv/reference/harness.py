@@ -113,7 +113,11 @@ class InProcessEngine:
         ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
         publish(self.server_args, role="scheduler", ranks=ranks)
         self._ports = PortArgs.init_new(self.server_args)
-        self.scheduler = Scheduler(self.server_args, self._ports)
+        try:
+            self.scheduler = Scheduler(self.server_args, self._ports)
+        except BaseException:
+            self._release_process_state()
+            raise
         InProcessEngine._alive = self
         channels = self.scheduler.ipc_channels
         channels.send_to_detokenizer.send_output = self._receive
@@ -360,19 +364,23 @@ class InProcessEngine:
         """Tear the engine down so that another can be built in this process."""
         if InProcessEngine._alive is not self:
             return
+        self.tree.shutdown()
+        self._release_process_state()
+        InProcessEngine._alive = None
+        del self.scheduler
+        gc.collect()
+
+    def _release_process_state(self) -> None:
+        """Process groups, parallel state and sockets, which outlive the scheduler object."""
         from sglang.srt.distributed import parallel_state
         from sglang.srt.runtime_context import get_resources
 
-        self.tree.shutdown()
         get_resources().expert_location_metadata = None
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
         for value in vars(self._ports).values():
             if isinstance(value, str) and value.startswith("ipc://"):
                 Path(value.removeprefix("ipc://")).unlink(missing_ok=True)
-        InProcessEngine._alive = None
-        del self.scheduler
-        gc.collect()
 
     def __enter__(self) -> InProcessEngine:
         return self
