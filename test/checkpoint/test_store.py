@@ -115,9 +115,10 @@ class StoreMachine(RuleBasedStateMachine):
         before = list(self.order)
         evictable = [k for k in before if k not in pinned]
         held = len(self.reserved) + len(before) + len({r.slot for r in self.pins if not r.live})
+        evictions = self.store.evictions
         slot = self.store.reserve()
         if held < 4:
-            assert slot is not None and self.store.evictions == self.evictions()
+            assert slot is not None and self.store.evictions == evictions
         elif evictable:
             assert slot is not None
             self.order.remove(evictable[0])
@@ -126,9 +127,6 @@ class StoreMachine(RuleBasedStateMachine):
             assert slot is None
         if slot is not None:
             self.reserved.append(slot)
-
-    def evictions(self):
-        return self.store.evictions
 
     @precondition(lambda self: self.reserved)
     @rule(key=keys, replace=st.booleans())
