@@ -95,12 +95,17 @@ class Facts(EnvironmentFacts):
 class Rule:
     """``ok`` tells whether the facts satisfy the rule; ``otherwise`` is the line shown if not.
 
-    ``otherwise`` is a ``str.format`` template over the fields of the facts. It names the flag or
-    variable, the value found and what to change.
+    ``otherwise`` is a ``str.format`` template over the fields of the facts, or a function of them. The
+    line names the flag or variable, the value found and what to change.
     """
 
     ok: Callable[[Any], bool]
-    otherwise: str
+    otherwise: str | Callable[[Any], str]
+
+    def line(self, facts: EnvironmentFacts) -> str:
+        if callable(self.otherwise):
+            return self.otherwise(facts)
+        return self.otherwise.format(**asdict(facts))
 
 
 def _platform(f: EnvironmentFacts) -> bool:
@@ -150,6 +155,27 @@ ENVIRONMENT_OBSTACLES = (
     ),
 )
 
+STORAGE_BACKENDS = ("file", "nixl", "mooncake", "dynamic")
+_NO_V2 = "it has no batch_exists_v2, batch_get_v2 and batch_set_v2, which records travel with"
+_UNTRIED = "its transfers were never tried with records"
+_STORAGE_REASONS = {
+    "simm": _NO_V2,
+    "eic": _NO_V2,
+    "aibrix": _NO_V2,
+    "sim": "it simulates hits without bytes",
+}
+
+
+def storage_obstacle(backend: str | None) -> str | None:
+    """Why records cannot be kept in a storage backend; None if they can, or if there is none."""
+    if backend is None or backend in STORAGE_BACKENDS:
+        return None
+    return (
+        f"--hicache-storage-backend {backend}: not supported, {_STORAGE_REASONS.get(backend, _UNTRIED)}; "
+        f"use one of {', '.join(STORAGE_BACKENDS)}"
+    )
+
+
 LAUNCH_OBSTACLES = (
     # A captured state is usable once it is on the host, so every page has to be written through.
     Rule(
@@ -161,9 +187,8 @@ LAUNCH_OBSTACLES = (
         "--hicache-host-memory-mode {hicache_host_memory_mode}: set it to cache",
     ),
     Rule(
-        lambda f: f.hicache_storage_backend is None,
-        "--hicache-storage-backend {hicache_storage_backend}: storage is not supported yet; "
-        "remove the flag",
+        lambda f: storage_obstacle(f.hicache_storage_backend) is None,
+        lambda f: storage_obstacle(f.hicache_storage_backend),
     ),
     Rule(lambda f: not f.disable_radix_cache, "--disable-radix-cache: remove the flag"),
     Rule(
@@ -317,7 +342,7 @@ class Refused(ValueError):
 
 def violations(rules: Iterable[Rule], facts: EnvironmentFacts) -> tuple[str, ...]:
     """The lines of every rule that ``facts`` does not satisfy."""
-    return tuple(rule.otherwise.format(**asdict(facts)) for rule in rules if not rule.ok(facts))
+    return tuple(rule.line(facts) for rule in rules if not rule.ok(facts))
 
 
 def decide(settings: Settings, facts: Facts) -> Decision:

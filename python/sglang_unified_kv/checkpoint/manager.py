@@ -29,6 +29,7 @@ from .restore import Restore, restore
 from .rings import Ring, check_layout
 from .staging import RecordMover
 from .stats import Stats
+from .storage import StorageTraffic
 from .store import CheckpointStore, Record
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class CheckpointManager:
         self.policy = policy
         self.stats = Stats()
         self._requested: dict[str, Record] = {}
+        self.storage = StorageTraffic(store, self.stats)
         self._pending = PendingCaptures(store)
         self._publisher = Publisher(store, self._pending, self.stats, strict=strict_provenance)
         self._warned: set[str] = set()
@@ -270,15 +272,18 @@ class CheckpointManager:
 
     def commit(
         self, rid: str, chain: Sequence[str], length: int, new_ranges: Sequence[NewRange]
-    ) -> None:
+    ) -> list[str]:
         """The tree holds ``[0, length)`` of the request: publish what was captured there.
+
+        Returns the keys of new records whose pages the tree held before, so that storage may know the
+        pages already.
 
         Args:
             chain: page hashes of at least ``length`` tokens.
             length: tokens the insert covered, a multiple of the page size.
             new_ranges: what the tree took over from this run; everything else it already held.
         """
-        self._publisher.commit(rid, chain, length, new_ranges)
+        return self._publisher.commit(rid, chain, length, new_ranges)
 
     def release(self, rid: str) -> None:
         """The request gave its row back, in whatever way: nothing of it may stay pinned or pending."""
@@ -291,6 +296,7 @@ class CheckpointManager:
         self._requested.clear()
         self._publisher.clear()
         self.store.clear()
+        self.storage.clear()
         self._pending.clear()
 
     def _drop_request(self, rid: str) -> None:
@@ -301,10 +307,10 @@ class CheckpointManager:
     def check_integrity(self) -> None:
         """Raise AssertionError unless store and requests agree on every reserved slot and every pin."""
         self.store.check_integrity()
-        self._pending.check_integrity()
+        self._pending.check_integrity(self.storage.fetching)
         if self._step is None:
-            assert self.store.pinned == len({id(r) for r in self._requested.values()}), (
-                "a record is pinned that no request waits for"
+            assert self.store.pinned == len(self._requested) + self.storage.saving, (
+                "a record is pinned that nobody waits for"
             )
 
     def check_idle(self) -> None:
@@ -312,3 +318,4 @@ class CheckpointManager:
         self.check_integrity()
         assert self._step is None and not self._requested and not self._pending
         self._publisher.check_idle()
+        self.storage.check_idle()

@@ -77,8 +77,8 @@ class Publisher:
 
     def commit(
         self, rid: str, chain: Sequence[str], length: int, new_ranges: Sequence[NewRange]
-    ) -> None:
-        """Publish the request's captures in ``[0, length)``; arguments as the manager's ``commit``."""
+    ) -> list[str]:
+        """Publish the request's captures in ``[0, length)``; as the manager's ``commit``."""
         page = self._store.page_size
         fresh: set[int] = set()
         adopted: set[int] = set()
@@ -91,6 +91,7 @@ class Publisher:
             # New pages and no capture: a record of an older run must not pair with them.
             self._stats.removed += self._store.remove(chain[boundary // page - 1])
         own_until = self._own_until(rid, length, fresh)
+        attached = []
         for boundary, slot in ready.items():
             key = chain[boundary // page - 1]
             if self._strict and boundary > own_until:
@@ -100,7 +101,10 @@ class Publisher:
                 self._stats.dropped_provenance += 1
             else:
                 is_fresh, is_adopted = boundary in fresh, boundary in adopted
-                self._publish(key, boundary, slot, fresh=is_fresh, adopted=is_adopted)
+                kept = self._publish(key, boundary, slot, fresh=is_fresh, adopted=is_adopted)
+                if not kept and not is_fresh:
+                    attached.append(key)
+        return attached
 
     def _own_until(self, rid: str, length: int, fresh: set[int]) -> int:
         """Tokens of the request's row that are its own pages or those it resumed from."""
@@ -113,7 +117,8 @@ class Publisher:
                 lineage.own = False
         return lineage.checked
 
-    def _publish(self, key: str, boundary: int, slot: int, *, fresh: bool, adopted: bool) -> None:
+    def _publish(self, key: str, boundary: int, slot: int, *, fresh: bool, adopted: bool) -> bool:
+        """Returns whether an existing record was kept instead."""
         outcome = self._store.publish(key, boundary, slot, replace=fresh, mixed=not fresh)
         kept = outcome is Published.KEPT_EXISTING
         self._stats.published += not kept
@@ -121,3 +126,4 @@ class Publisher:
         self._stats.kept_existing += kept
         # An attached record beside older pages, or an older record beside re-pointed pages.
         self._stats.mixed += adopted if kept else not fresh
+        return kept

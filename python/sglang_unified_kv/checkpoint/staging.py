@@ -1,7 +1,8 @@
 """Where the bytes of records are: pinned host pool, device staging ring, and the copies between them.
 
-Order is held by stream events alone; the host never waits. A host slot may be handed to a new capture
-at once: its copy is queued behind the gather of a later forward, hence behind every restore that read it.
+Order is held by stream events alone; the host never waits in a forward. A host slot may be handed to a new
+capture at once: its copy is queued behind the gather of a later forward, hence behind every restore that
+read it. A storage thread is on no stream, so it waits for a slot's events before it touches the bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class RecordMover:
 
     Args:
         layout: byte map of a record.
-        host: uint8 ``[records, record_bytes]``, pinned where the device has streams.
+        host: uint8 ``[records, record_bytes]``, pinned where the device has streams; rows contiguous.
         staging_slots: records the device staging ring holds.
         device: where the rings live.
     """
@@ -42,6 +43,7 @@ class RecordMover:
         self._held: set[int] = set()
         self._staging_busy: dict[int, object] = {}
         self._host_written: dict[int, object] = {}
+        self._host_read: dict[int, object] = {}
         # One view per section: int64 [staging_slots, rows, row words].
         self.sections = [
             self._staging[:, s.offset : s.offset + s.nbytes]
@@ -83,6 +85,18 @@ class RecordMover:
             stream.wait_event(event)
         for source, target in zip(host, staging, strict=True):
             self._staging[target].copy_(self.host[source], non_blocking=True)
+        self._host_read.update(dict.fromkeys(host, self._record(stream)))
+
+    def wait_written(self, host: int) -> None:
+        """Block until the last capture into a host slot has landed. For storage threads only."""
+        if (event := self._host_written.get(host)) is not None:
+            event.synchronize()
+
+    def wait_unused(self, host: int) -> None:
+        """Block until no copy reads or writes a host slot. For storage threads only."""
+        self.wait_written(host)
+        if (event := self._host_read.get(host)) is not None:
+            event.synchronize()
 
     def done_reading(self, staging: list[int]) -> None:
         """The current stream has queued its last read of these staging slots."""

@@ -21,3 +21,11 @@ class Stats:
     dropped_provenance: int = 0
     discarded: int = 0
     superseded: int = 0
+    saved: int = 0
+    save_failed: int = 0
+    save_dropped: int = 0
+    fetched: int = 0
+    fetch_unused: int = 0
+    fetch_rejected: int = 0
+    pages_rejected: int = 0
+    storage_errors: int = 0

@@ -21,8 +21,9 @@ class Record:
         boundary: tokens of the prefix.
         slot: host slot of its bytes.
         mixed: captured by another run than the one whose pages the tree kept.
-        pins: restores that still need the slot.
+        pins: restores and storage writes that still need the slot.
         live: False once the store no longer offers it (its slot is freed with the last pin).
+        stored: storage was given it, or it came from there.
     """
 
     key: str
@@ -31,6 +32,7 @@ class Record:
     mixed: bool
     pins: int = 0
     live: bool = True
+    stored: bool = False
 
 
 class Published(Enum):
@@ -44,8 +46,10 @@ class Published(Enum):
 class CheckpointStore:
     """Records by prefix hash, least recently used first out.
 
-    A slot is *free*, *reserved* (a capture writes it, nobody can find it) or *published*. Only
-    ``reserve`` evicts. Nothing here may be called but from the scheduler's thread.
+    A slot is *free*, *reserved* (a capture or a fetch writes it, nobody can find it) or *published*. Only
+    ``reserve`` evicts; it is called in the plan of a batch, and between batches for a fetch, never
+    between a request's match and its plan (invariant 3). Nothing here may be called but from the
+    scheduler's thread.
 
     Args:
         capacity: records, at least 1.
@@ -137,6 +141,10 @@ class CheckpointStore:
                 return pages * self.page_size
         return 0
 
+    def get(self, key: str) -> Record | None:
+        """The record of ``key``, without counting a use."""
+        return self._records.get(key)
+
     def touch(self, key: str) -> None:
         """Count a use of the record of ``key``, if it is there."""
         if key in self._records:
@@ -160,15 +168,21 @@ class CheckpointStore:
             del self._retired[record.slot]
             self._free.append(record.slot)
 
+    def forget_stored(self) -> None:
+        """Storage was emptied: every record may be given to it again."""
+        for record in self._records.values():
+            record.stored = False
+
     @property
     def reserved(self) -> int:
-        """Slots held by captures that are not published yet."""
+        """Slots held by captures and fetches that are not published yet."""
         return len(self._reserved)
 
     @property
     def pinned(self) -> int:
-        """Records that a restore still needs."""
-        return sum(1 for r in self._records.values() if r.pins) + len(self._retired)
+        """Pins held by restores and storage writes."""
+        records = [*self._records.values(), *self._retired.values()]
+        return sum(record.pins for record in records)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot has exactly one owner and all counts are sane."""

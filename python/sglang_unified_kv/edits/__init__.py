@@ -9,6 +9,7 @@ from . import (  # noqa: F401, I001
     extension_points,
     pool_sizing,
     registry,
+    storage_transfers,
     scheduler,
     model_runner,
     attention,

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import sglang
 import torch
+from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
-from sglang.srt.mem_cache.pool_host.common import (
-    ALLOC_MEMORY_FUNCS,
-    _cuda_host_unregister,
-    get_allocator_from_storage,
-)
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_parallel, get_schedule
 
 from .. import engage
+from ..checkpoint.identity import Identity, weights_digest
 from ..checkpoint.layout import CheckpointLayout, Kind
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.policy import Grid
+from ..checkpoint.record_format import HEADER_BYTES, RecordFormat
 from ..checkpoint.rings import Ring
 from ..checkpoint.staging import RecordMover, staging_slots
 from ..checkpoint.store import CheckpointStore
+from .record_pool import RecordHostPool
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
@@ -70,7 +71,7 @@ def rings_of(pool: DeepSeekV4TokenToKVPool) -> list[Ring]:
 
 def build_manager(
     cache: UnifiedRadixCache, pool: DeepSeekV4TokenToKVPool, context_tokens: int
-) -> CheckpointManager:
+) -> tuple[CheckpointManager, RecordHostPool]:
     """Allocate staging and host pool and put the manager together.
 
     Args:
@@ -91,7 +92,8 @@ def build_manager(
     device = torch.device(pool.device)
     slots = device_slots(settings, cache.page_size, context_tokens)
     host_pages = cache.cache_controller.mem_pool_host.size // cache.page_size
-    sizes = torch.tensor([host_records(settings, layout, host_pages // stride), slots])
+    slot_bytes = HEADER_BYTES + layout.record_bytes
+    sizes = torch.tensor([host_records(settings, slot_bytes, host_pages // stride), slots])
     # Once, so that every rank evicts and drops alike (invariant 2).
     cache._all_reduce(sizes, torch.distributed.ReduceOp.MIN)
     records, slots = sizes.tolist()
@@ -100,23 +102,60 @@ def build_manager(
         "(%.3f GB device memory), stride %d pages, layout %s.",
         records,
         layout.record_bytes / 1e6,
-        records * layout.record_bytes / 1e9,
+        records * slot_bytes / 1e9,
         slots,
         slots * layout.record_bytes / 1e9,
         stride,
         layout.fingerprint[:16],
     )
-    mover = RecordMover(layout, _host_tensor(records, layout.record_bytes, device), slots, device)
-    return CheckpointManager(
+    host_pool = RecordHostPool(
+        records, layout.record_bytes, device, cache.cache_controller.mem_pool_host.layout
+    )
+    mover = RecordMover(layout, host_pool.payload, slots, device)
+    host_pool.serve(mover)
+    manager = CheckpointManager(
         CheckpointStore(records, cache.page_size),
         mover,
         rings,
         Grid(cache.page_size, stride),
         strict_provenance=settings.provenance == "strict",
     )
+    return manager, host_pool
 
 
-def host_records(settings: Settings, layout: CheckpointLayout, wanted: int) -> int:
+def record_format_of(
+    cache: UnifiedRadixCache, manager: CheckpointManager, model: torch.nn.Module, config: Any
+) -> RecordFormat:
+    """What the engine's stored objects are filed under, from what it holds now.
+
+    Args:
+        model: the loaded model; its weights are read.
+        config: its ``transformers`` configuration.
+    """
+    layout = manager.mover.layout
+    parallel = get_parallel()
+    settings = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_OF_A_HOST}
+    identity = Identity(
+        engine=sglang.__version__,
+        layout=layout.fingerprint,
+        ring_sizes=tuple(ring.size for ring in manager.rings),
+        pages=tuple(
+            (str(entry.name), entry.host_pool.layer_num, entry.host_pool.item_bytes)
+            for entry in cache.cache_controller.mem_pool_host.entries
+            if isinstance(entry.host_pool, DeepSeekV4PagedHostPool)
+        ),
+        model=json.dumps(settings, sort_keys=True, default=str),
+        weights=weights_digest(model.named_parameters()),
+        ranks=(parallel.tp_size, parallel.attn_tp_size),
+        bigram=cache.tree_core.is_eagle,
+    )
+    return RecordFormat(identity.namespace, bytes.fromhex(layout.fingerprint), layout.record_bytes)
+
+
+_CONFIG_OF_A_HOST = ("_name_or_path", "transformers_version")
+
+
+def host_records(settings: Settings, slot_bytes: int, wanted: int) -> int:
     """Records of the host pool: the budget flag, or ``wanted`` capped at a quarter of free host memory.
 
     Raises:
@@ -125,42 +164,24 @@ def host_records(settings: Settings, layout: CheckpointLayout, wanted: int) -> i
     free = host_memory_budget_bytes()
     budget = settings.checkpoint_host_gb
     if budget is None:
-        fitting = free // 4 // layout.record_bytes
+        fitting = free // 4 // slot_bytes
         if wanted > fitting:
             logger.warning(
                 "The checkpoint host pool is capped at a quarter of free host memory: %d records instead "
                 "of %d (%.2f GB of %.2f GB free). Set SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB to choose.",
                 fitting,
                 wanted,
-                fitting * layout.record_bytes / 1e9,
+                fitting * slot_bytes / 1e9,
                 free / 1e9,
             )
         records = min(max(wanted, 1), fitting)
     else:
-        records = int(budget * 1e9 // layout.record_bytes)
-    if records < 1 or records * layout.record_bytes > free:
+        records = int(budget * 1e9 // slot_bytes)
+    if records < 1 or records * slot_bytes > free:
         raise ValueError(
             f"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB={budget}: {records} records of "
-            f"{layout.record_bytes / 1e6:.3f} MB need {records * layout.record_bytes / 1e9:.3f} GB of "
+            f"{slot_bytes / 1e6:.3f} MB need {records * slot_bytes / 1e9:.3f} GB of "
             f"{free / 1e9:.2f} GB free host memory; at least one record must fit. Change the budget or "
             "reduce --hicache-ratio."
         )
     return records
-
-
-def _host_tensor(records: int, record_bytes: int, device: torch.device) -> torch.Tensor:
-    return ALLOC_MEMORY_FUNCS[device.type](
-        (records, record_bytes),
-        dtype=torch.uint8,
-        device="cpu",
-        pin_memory=device.type != "cpu",
-        allocator=get_allocator_from_storage("default"),
-        registration_granularity_bytes=record_bytes,
-    )
-
-
-def release_manager(manager: CheckpointManager) -> None:
-    """Wait for copies in flight and unpin the host pool (invariant of B4: never under a running copy)."""
-    manager.mover.synchronize()
-    if manager.mover.device.type != "cpu":
-        _cuda_host_unregister(manager.mover.host)

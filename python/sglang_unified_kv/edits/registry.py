@@ -34,7 +34,11 @@ def create_unified_radix_cache(original, ctx, *, cache_class=None):
             f"strict prefix reuse cannot subclass the radix cache {cache_class.__name__}; remove the "
             "option that selects it or unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
         )
-    strict = partial(StrictUnifiedRadixCache, context_tokens=ctx.model_config.context_len)
+    strict = partial(
+        StrictUnifiedRadixCache,
+        model=ctx.tp_worker.model_runner.model,
+        model_config=ctx.model_config,
+    )
     return original(ctx, cache_class=strict)
 
 
@@ -67,9 +71,49 @@ OVERRIDES = {
         "self, storage_backend, storage_backend_extra_config_json, served_model_name, "
         "hicache_storage_prefetch_policy, hicache_write_policy",
         "7bff432bd8560255",
-        "refused at run time as it is at start",
+        "refuses what start refuses; names the objects",
     ),
-    "release_host_resources": ("self", "a00f1cdfc4b46d75", "unpins our host pool"),
+    "detach_storage_backend": (
+        "self",
+        "5ffaa85a456aba66",
+        "no storage thread holds a slot any more",
+    ),
+    "clear_storage_backend": (
+        "self",
+        "68784a9691e770e8",
+        "emptied storage may be given every record again",
+    ),
+    "_build_sidecar_transfers": (
+        "self, phase, kv_xfer, comp_xfers",
+        "93e43db672b2c344",
+        "records ride on prefetch and backup operations",
+    ),
+    "prefetch_from_storage": (
+        "self, request, last_host_node_id, new_input_tokens, last_hash, prefix_keys, "
+        "matched_prefix_tokens, extra_key, cache_salt, storage_hit_end",
+        "72e7f59d7c340e72",
+        "plans which records a prefetch may bring",
+    ),
+    "_alloc_prefetch_aux_staging": (
+        "self, info, hit_tokens",
+        "28ff8fc4ded97665",
+        "reserves host slots in lockstep",
+    ),
+    "_handle_prefetch_result": (
+        "self, operation",
+        "d61da837d413d7e4",
+        "pages and records of a prefetch become visible",
+    ),
+    "_drain_storage_control_queues_impl": (
+        "self, n_storage_hit, n_ack_prefetch, n_backup, n_release, extra_release_counts, log_metrics",
+        "fad5970a1194db6e",
+        "slots come back when the ranks agree that a storage thread is done",
+    ),
+    "release_host_resources": (
+        "self",
+        "a00f1cdfc4b46d75",
+        "the hooks of this process fall silent before memory is unpinned",
+    ),
 }
 for _name, (_params, _fingerprint, _why) in OVERRIDES.items():
     SERIES.override(

@@ -10,38 +10,43 @@ from weakref import WeakKeyDictionary
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
 from ..checkpoint.publish import NewRange
 from ..checkpoint.reuse import TreeMatch, gate
 from .active import Active, activate
-from .build import build_manager, release_manager
+from .build import build_manager, record_format_of
+from .strict_cache_storage import StorageStrictCache
 
 if TYPE_CHECKING:
+    import torch
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchResult
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.server_args import ServerArgs
 
-    from ..checkpoint.manager import CheckpointManager
+    from ..checkpoint.record_format import RecordFormat
 
 
-class StrictUnifiedRadixCache(UnifiedRadixCache):
+class StrictUnifiedRadixCache(StorageStrictCache):
     """Reuses a prefix only where pages, window and overlap states are all there.
 
     Args:
         params: upstream's.
-        context_tokens: longest request of the model.
+        model: the served model, loaded.
+        model_config: SGLang's.
     """
 
-    checkpoints: CheckpointManager | None
-
-    def __init__(self, params: CacheInitParams, *, context_tokens: int) -> None:
-        self._context_tokens = context_tokens
+    def __init__(
+        self, params: CacheInitParams, *, model: torch.nn.Module, model_config: ModelConfig
+    ) -> None:
+        self._model = model
+        self._model_config = model_config
         # The base constructor resets, and reset reaches these.
         self.checkpoints = None
+        self._fetch = None
         self._chains: WeakKeyDictionary[Req, list[str]] = WeakKeyDictionary()
         self._inserted: tuple[InsertParams, InsertResult] | None = None
         super().__init__(params)
@@ -49,8 +54,10 @@ class StrictUnifiedRadixCache(UnifiedRadixCache):
     def init_hicache(self, server_args: ServerArgs, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
-        self.checkpoints = build_manager(self, pool, self._context_tokens)
+        self.checkpoints, self.records = build_manager(self, pool, self._model_config.context_len)
+        self.cache_controller.register_host_pool_entry(self.records.entry())
         activate(Active(self.checkpoints, pool))
+        self._bind_storage()
         # Builds SGLang's native hash now, seconds before the first request instead of during it.
         get_storage_hash_str(RadixKey(array("q", [0]) * self.page_size), None, self.page_size)
 
@@ -111,9 +118,10 @@ class StrictUnifiedRadixCache(UnifiedRadixCache):
         if self._inserted is None or self._inserted[1].rotation_tail_declined:
             return
         params, result = self._inserted
-        self.checkpoints.commit(
+        attached = self.checkpoints.commit(
             req.rid, self._chain(req, params.key), len(params.key), new_ranges(result)
         )
+        self._save_attached(attached)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
         self.checkpoints.release(req.rid)
@@ -123,18 +131,15 @@ class StrictUnifiedRadixCache(UnifiedRadixCache):
         super()._reset_full()
         if self.checkpoints is not None:
             self.checkpoints.reset()
-
-    def attach_storage_backend(self, *args, **kwargs) -> tuple[bool, str]:
-        return False, (
-            "exact prefix reuse does not support storage backends yet; "
-            "unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE to attach one"
-        )
+            # New weights come with a flush, and what they compute must not meet what the old ones stored.
+            self._bind_storage()
 
     def release_host_resources(self) -> None:
-        if self.checkpoints is not None:
-            activate(None)
-            release_manager(self.checkpoints)
+        activate(None)
         super().release_host_resources()
+
+    def _record_format(self) -> RecordFormat:
+        return record_format_of(self, self.checkpoints, self._model, self._model_config.hf_config)
 
     # -- identities
 

@@ -1,0 +1,77 @@
+"""Who wrote a stored object: everything that must agree before its bytes may be used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+import torch
+import xxhash
+
+from .layout import FORMAT_VERSION
+
+_COLUMNS = 1024
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The namespace of stored pages and records, field by field.
+
+    Attributes:
+        engine: SGLang's version.
+        layout: fingerprint of the record layout (page size, window, layer set, row bytes, dtypes).
+        ring_sizes: rows per request slot of every ring, in record order.
+        pages: (pool, layers, bytes per layer and page) of every host pool of compressed pages; the fp8
+            layout has other pools and sizes than bf16.
+        model: architecture and configuration of the served model.
+        weights: digest of the weights that are loaded, not of a name or path.
+        ranks: (tensor parallel, attention tensor parallel) sizes; sums over other numbers of ranks round
+            differently.
+        bigram: page hashes are over token pairs (speculative decoding).
+    """
+
+    engine: str
+    layout: str
+    ring_sizes: tuple[int, ...]
+    pages: tuple[tuple[str, int, int], ...]
+    model: str
+    weights: str
+    ranks: tuple[int, int]
+    bigram: bool
+
+    @property
+    def namespace(self) -> bytes:
+        """16 bytes, equal only where every field and the format version are."""
+        text = json.dumps({"format": FORMAT_VERSION, **asdict(self)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).digest()[:16]
+
+
+def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Hex digest over names, dtypes, shapes and values of tensors, computed where they live.
+
+    The values enter as column sums of their bytes, read as 64-bit integers of ``[rows, 1024]``: exact
+    integer arithmetic, so the digest is the same on every device, and one pass over the memory.
+    """
+    digest = xxhash.xxh3_128()
+    for name, tensor in sorted(named, key=lambda item: item[0]):
+        shape = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{tensor.stride()}\0"
+        digest.update(shape.encode())
+        digest.update(_column_sums(tensor.detach()).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _column_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """int64 ``[columns]``, wrapping around, of the tensor's bytes."""
+    # In memory order: a transposed weight is not copied.
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    flat = tensor.permute(order).contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    words = flat[:whole].view(torch.int64)
+    full = words.numel() // _COLUMNS * _COLUMNS
+    sums = torch.zeros(_COLUMNS + 8, dtype=torch.int64, device=tensor.device)
+    sums[:_COLUMNS] = words[:full].view(-1, _COLUMNS).sum(0)
+    sums[: words.numel() - full] += words[full:]
+    sums[_COLUMNS : _COLUMNS + flat.numel() - whole] = flat[whole:].long()
+    return sums

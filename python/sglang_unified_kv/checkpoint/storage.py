@@ -1,0 +1,175 @@
+"""Records on their way to and from storage: which, in which host slots, held for how long.
+
+Everything here is called by the scheduler's thread, in lockstep on every rank. The bytes are moved by
+SGLang's storage threads between those calls; a slot belongs to them from :meth:`StorageTraffic.save` or
+:meth:`~StorageTraffic.fetch` until :meth:`~StorageTraffic.saved` or :meth:`~StorageTraffic.fetched`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from .stats import Stats
+from .store import CheckpointStore, Record
+
+FETCH_SPAN = 128
+"""Pages per record of a fetch: SGLang reads a prefix in batches of 128 pages and tells the ranks' common
+progress after each, so a fetch that is cut short keeps what the batches before brought."""
+
+
+@dataclass(eq=False)
+class Save:
+    """Records on their way to storage, pinned.
+
+    Attributes:
+        records: in the order of the storage keys.
+    """
+
+    records: list[Record]
+
+
+@dataclass(eq=False)
+class Fetch:
+    """Room for records that one prefetch may bring, and what it brought.
+
+    Boundaries count pages from the start of the prefetch, as its keys do.
+
+    Attributes:
+        start: tokens before the prefetched span, a page boundary.
+        resident: boundaries whose record is in memory already.
+        slots: host slots by batch of :data:`FETCH_SPAN` pages; a batch without one brings no record.
+        arrived: boundary -> host slot of a verified record, None for a resident one. Written by the
+            storage thread before it tells the batch's progress.
+        pages_read: pages of the batches read so far. Storage thread only.
+    """
+
+    start: int
+    resident: frozenset[int]
+    slots: dict[int, int] = field(default_factory=dict)
+    arrived: dict[int, int | None] = field(default_factory=dict)
+    pages_read: int = 0
+
+    def usable(self, pages: int) -> int:
+        """Deepest boundary within ``pages`` that pages and record arrived for; 0 if none."""
+        return max((b for b in list(self.arrived) if b <= pages), default=0)
+
+
+class StorageTraffic:
+    """Owns the pins of records being saved and the slots of records being fetched.
+
+    Args:
+        store: where the records live.
+        stats: counts outcomes.
+    """
+
+    def __init__(self, store: CheckpointStore, stats: Stats):
+        self._store = store
+        self._stats = stats
+        self._saves: set[Save] = set()
+        self._fetches: set[Fetch] = set()
+
+    @property
+    def saving(self) -> int:
+        """Records pinned for storage."""
+        return sum(len(save.records) for save in self._saves)
+
+    @property
+    def fetching(self) -> int:
+        """Slots reserved for records from storage."""
+        return sum(len(fetch.slots) for fetch in self._fetches)
+
+    def save(self, keys: Iterable[str]) -> Save | None:
+        """Pin the records of ``keys`` that storage has not been given yet; None if there are none.
+
+        At most half of the store may wait for storage at a time, so that it can never starve captures;
+        beyond that a write is dropped and counted.
+        """
+        records = []
+        for key in keys:
+            record = self._store.get(key)
+            if record is None or record.stored:
+                continue
+            if self.saving + len(records) >= max(self._store.capacity // 2, 1):
+                self._stats.save_dropped += 1
+                continue
+            record.stored = True
+            self._store.pin(key)
+            records.append(record)
+        if not records:
+            return None
+        save = Save(records)
+        self._saves.add(save)
+        return save
+
+    def saved(self, save: Save) -> None:
+        """Storage is done with the records, well or badly. Void after :meth:`clear`."""
+        if save in self._saves:
+            self._saves.remove(save)
+            for record in save.records:
+                self._store.unpin(record)
+
+    def fetch(self, fetch: Fetch, pages: int) -> bool:
+        """Reserve the host slots of a prefetch of ``pages`` pages, deepest batch first.
+
+        Returns False if not one record could arrive, which makes the pages useless.
+        """
+        for batch in reversed(range(-(-pages // FETCH_SPAN))):
+            slot = self._store.reserve()
+            if slot is None:
+                break
+            fetch.slots[batch] = slot
+        if not fetch.slots and not fetch.resident:
+            return False
+        self._fetches.add(fetch)
+        return True
+
+    def publish(self, fetch: Fetch, keys: Sequence[str], pages: int, *, own_pages: bool) -> None:
+        """The tree holds the first ``pages`` prefetched pages: offer the records that came with them.
+
+        Args:
+            keys: page hashes of the prefetched span.
+            own_pages: every one of these pages came with this prefetch; otherwise some belong to
+                another run, which counts as mixed provenance.
+        """
+        page = self._store.page_size
+        # A copy: a prefetch that was cut short is still being read.
+        for boundary, slot in sorted(list(fetch.arrived.items())):
+            if boundary > pages or fetch not in self._fetches:
+                continue
+            key, tokens = keys[boundary - 1], fetch.start + boundary * page
+            if slot is None:
+                self._stats.mixed += key in self._store
+                continue
+            del fetch.slots[(boundary - 1) // FETCH_SPAN]
+            self._store.publish(key, tokens, slot, replace=False, mixed=not own_pages)
+            self._stats.fetched += 1
+            self._stats.mixed += not own_pages
+            if (record := self._store.get(key)) is not None:
+                record.stored = True
+
+    def fetched(self, fetch: Fetch) -> None:
+        """The storage thread is done with the prefetch: free what was not published."""
+        if fetch in self._fetches:
+            self._fetches.remove(fetch)
+            self._stats.fetch_unused += sum(
+                1 for slot in fetch.arrived.values() if slot in fetch.slots.values()
+            )
+            for slot in fetch.slots.values():
+                self._store.discard(slot)
+
+    def finish_all(self) -> None:
+        """The storage threads have stopped and nothing will be told any more."""
+        for save in list(self._saves):
+            self.saved(save)
+        for fetch in list(self._fetches):
+            self.fetched(fetch)
+
+    def clear(self) -> None:
+        """Forget everything, after the store was cleared."""
+        self._saves.clear()
+        self._fetches.clear()
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless no storage thread holds a slot."""
+        assert not self._saves and not self._fetches, (self._saves, self._fetches)

@@ -1,0 +1,187 @@
+"""The strict cache's third tier: records travel with SGLang's own prefetch and backup operations."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from .. import engage
+from ..checkpoint.storage import Fetch
+from .storage_transfers import fetch_of
+from .strict_storage import FetchTransfer, SaveTransfer
+
+if TYPE_CHECKING:
+    from ..checkpoint.manager import CheckpointManager
+    from ..checkpoint.record_format import RecordFormat
+    from .record_pool import RecordHostPool
+
+
+class StorageStrictCache(UnifiedRadixCache):
+    """Storage half of the strict cache. All of it runs on the scheduler's thread."""
+
+    checkpoints: CheckpointManager | None
+    records: RecordHostPool
+    _fetch: Fetch | None
+
+    def _record_format(self) -> RecordFormat:
+        raise NotImplementedError
+
+    # -- lifecycle
+
+    def _bind_storage(self) -> None:
+        """File what is stored from now on under what the engine holds now."""
+        storage = self.cache_controller.storage_backend
+        if storage is not None:
+            storage.bind(
+                self._record_format(),
+                self.records,
+                self.checkpoints.mover,
+                self.checkpoints.stats,
+                self.page_size,
+            )
+
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> tuple[bool, str]:
+        refused = engage.storage_obstacle(storage_backend)
+        if refused is None and hicache_write_policy not in (None, "write_through"):
+            refused = f"hicache_write_policy {hicache_write_policy}: leave it write_through"
+        if refused is not None:
+            return False, refused
+        ok, message = super().attach_storage_backend(
+            storage_backend,
+            storage_backend_extra_config_json,
+            served_model_name,
+            hicache_storage_prefetch_policy,
+            hicache_write_policy,
+        )
+        if ok:
+            self._bind_storage()
+        return ok, message
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        ok, message = super().detach_storage_backend()
+        if ok:
+            self.checkpoints.storage.finish_all()
+        return ok, message
+
+    def clear_storage_backend(self) -> bool:
+        ok = super().clear_storage_backend()
+        if ok:
+            self.checkpoints.store.forget_stored()
+        return ok
+
+    # -- saving
+
+    def _build_sidecar_transfers(self, phase, kv_xfer, comp_xfers):
+        transfers = super()._build_sidecar_transfers(phase, kv_xfer, comp_xfers)
+        if phase == CacheTransferPhase.PREFETCH and self._fetch is not None:
+            transfers.append(FetchTransfer(self._fetch))
+        elif phase == CacheTransferPhase.BACKUP_STORAGE:
+            save = self.checkpoints.storage.save(kv_xfer.keys)
+            if save is not None:
+                transfers.append(SaveTransfer(save))
+        return transfers
+
+    def _save_attached(self, keys: list[str]) -> None:
+        """Store records that were attached to pages which may have been stored before them."""
+        if not self.enable_storage or not keys:
+            return
+        save = self.checkpoints.storage.save(keys)
+        if save is not None:
+            nothing = torch.empty(0, dtype=torch.int64)
+            self.cache_controller.write_storage(
+                nothing, [], hash_value=[], extra_pools=[SaveTransfer(save)]
+            )
+
+    # -- fetching
+
+    def prefetch_from_storage(
+        self,
+        request,
+        last_host_node_id,
+        new_input_tokens,
+        last_hash=None,
+        prefix_keys=None,
+        matched_prefix_tokens=None,
+        extra_key=None,
+        cache_salt=None,
+        storage_hit_end=None,
+    ):
+        # Without storage_hit_end: a hit that is taken for granted would skip the query for records.
+        arguments = (request, last_host_node_id, new_input_tokens, last_hash, prefix_keys)
+        namespace = {"extra_key": extra_key, "cache_salt": cache_salt}
+        if self.enable_storage:
+            key = RadixKey(new_input_tokens, is_bigram=self.tree_core.is_eagle, **namespace)
+            self._fetch = self._plan_fetch(key, last_hash, len(matched_prefix_tokens or ()))
+        try:
+            return super().prefetch_from_storage(*arguments, matched_prefix_tokens, **namespace)
+        finally:
+            self._fetch = None
+
+    def _plan_fetch(self, key: RadixKey, last_hash: str | None, start: int) -> Fetch:
+        resident: list[int] = []
+        if engage.current().settings.provenance == "live":
+            # A record that is still here serves pages that only storage has.
+            store = self.checkpoints.store
+            chain = get_storage_hash_str(key, last_hash, self.page_size)
+            resident = [pages for pages, page_hash in enumerate(chain, 1) if page_hash in store]
+            if resident:
+                store.touch(chain[resident[-1] - 1])
+        return Fetch(start, frozenset(resident))
+
+    def _alloc_prefetch_aux_staging(self, info, hit_tokens: int) -> bool:
+        if not super()._alloc_prefetch_aux_staging(info, hit_tokens):
+            return False
+        transfer = fetch_of(info.operation)
+        pages = hit_tokens // self.page_size
+        return transfer is None or self.checkpoints.storage.fetch(transfer.fetch, pages)
+
+    def _handle_prefetch_result(self, operation) -> None:
+        transfer = fetch_of(operation)
+        if transfer is None:
+            return super()._handle_prefetch_result(operation)
+        fetch, keys = transfer.fetch, operation.hash_value
+        pages = fetch.usable(operation.completed_tokens // self.page_size)
+        # Pages behind the last record cannot be reused; SGLang frees what is not completed.
+        operation.completed_tokens = pages * self.page_size
+        super()._handle_prefetch_result(operation)
+        loaded = self.prefetch_loaded_tokens_by_reqid.get(operation.handle, 0)
+        own_pages = loaded == pages * self.page_size
+        if own_pages or engage.current().settings.provenance == "live":
+            self.checkpoints.storage.publish(fetch, keys, pages, own_pages=own_pages)
+
+    def _drain_storage_control_queues_impl(
+        self, n_storage_hit, n_ack_prefetch, n_backup, n_release, extra_release_counts, log_metrics
+    ) -> None:
+        # This thread alone takes from the queues, so what is in front now is what is drained.
+        controller = self.cache_controller
+        acks = _front(controller.ack_prefetch_queue, n_ack_prefetch)
+        backups = _front(controller.ack_backup_queue, n_backup)
+        super()._drain_storage_control_queues_impl(
+            n_storage_hit, n_ack_prefetch, n_backup, n_release, extra_release_counts, log_metrics
+        )
+        for ack in acks:
+            transfer = fetch_of(ack.operation)
+            if ack.completed_req and transfer is not None:
+                self.checkpoints.storage.fetched(transfer.fetch)
+        for operation in backups:
+            for transfer in operation.pool_transfers or ():
+                if isinstance(transfer, SaveTransfer):
+                    self.checkpoints.storage.saved(transfer.save)
+
+
+def _front(queue, count: int | None) -> list:
+    with queue.mutex:
+        return list(islice(queue.queue, count))

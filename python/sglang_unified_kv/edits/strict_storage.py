@@ -1,0 +1,366 @@
+"""What stands between SGLang's storage threads and a storage backend.
+
+One proxy around the backend, whichever it is. It files every object under our namespace, ties the bytes
+of pages and records to their keys, and turns whatever does not verify, or raises, into a miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from ..checkpoint.record_format import TRAILER_BYTES, RecordFormat, page_trailer
+from ..checkpoint.storage import FETCH_SPAN, Fetch, Save
+from .record_pool import RECORD_POOL, RecordHostPool
+
+if TYPE_CHECKING:
+    from ..checkpoint.staging import RecordMover
+    from ..checkpoint.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+
+class FetchTransfer(PoolTransfer):
+    """Carries a :class:`Fetch` on SGLang's prefetch operation.
+
+    It looks like a pool derived from KV with trailing pages: the hit query then agrees on the restorable
+    prefixes over all ranks, and everything that allocates, frees or counts by pool passes it over.
+    """
+
+    def __init__(self, fetch: Fetch):
+        super().__init__(
+            RECORD_POOL, hit_policy=PoolHitPolicy.TRAILING_PAGES, indices_from_pool=PoolName.KV
+        )
+        self.fetch = fetch
+
+
+class SaveTransfer(PoolTransfer):
+    """Carries a :class:`Save` on SGLang's backup operation."""
+
+    def __init__(self, save: Save):
+        super().__init__(
+            RECORD_POOL,
+            host_indices=torch.tensor([r.slot for r in save.records], dtype=torch.int64),
+            keys=[r.key for r in save.records],
+        )
+        self.save = save
+
+
+class SealedPool:
+    """A host pool of pages whose flat pages end in a trailer that ties them to their key.
+
+    Offers flat pages only, so that no backend can move the bytes past it.
+    """
+
+    def __init__(self, pool, name: str):
+        self._pool = pool
+        self._name = name
+        self._namespace = b""
+        self._keys: dict[int, str] = {}
+        self._rejected: set[int] = set()
+        self.page_size = pool.page_size
+        self.layout = pool.layout
+        self.pin_memory = getattr(pool, "pin_memory", False)
+
+    def expect(self, namespace: bytes, keys: dict[int, str]) -> None:
+        """Name the pages about to be moved: first index -> key."""
+        self._namespace = namespace
+        self._keys.update(keys)
+
+    def rejected(self, indices: Iterable[int]) -> set[int]:
+        """Forget these pages; returns those whose bytes were refused."""
+        bad = {i for i in indices if i in self._rejected}
+        self._rejected -= bad
+        for index in indices:
+            self._keys.pop(index, None)
+        return bad
+
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
+        page = self._pool.get_dummy_flat_data_page()
+        return torch.empty(page.nbytes + TRAILER_BYTES, dtype=torch.uint8)
+
+    def get_data_page(self, index, flat: bool = True) -> torch.Tensor:
+        index = int(index)
+        page = self._pool.get_data_page(index, flat=True).view(torch.uint8)
+        sealed = torch.empty(page.numel() + TRAILER_BYTES, dtype=torch.uint8)
+        sealed[:-TRAILER_BYTES] = page
+        trailer = page_trailer(
+            self._namespace, self._name, self._keys[index], sealed[:-TRAILER_BYTES].numpy()
+        )
+        sealed[-TRAILER_BYTES:] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+        return sealed
+
+    def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
+        index = int(index)
+        sealed = data_page.view(torch.uint8).view(-1)
+        page = sealed[:-TRAILER_BYTES]
+        trailer = page_trailer(self._namespace, self._name, self._keys[index], page.numpy())
+        if sealed[-TRAILER_BYTES:].numpy().tobytes() != trailer:
+            self._rejected.add(index)
+        else:
+            self._pool.set_from_flat_data_page(index, page)
+
+
+def seals_pages(backend_name: str, extra_config: dict) -> bool:
+    """Whether a backend moves flat pages rather than the pools' own memory."""
+    if backend_name == "dynamic":
+        return not extra_config.get("interface_v1", 0)
+    return backend_name in ("file", "nixl")
+
+
+class StrictStorage(HiCacheStorage):
+    """Proxy of a storage backend; :meth:`bind` before the first transfer.
+
+    Args:
+        backend: the real one.
+        seal_pages: the backend moves flat pages, so pages get a trailer. A zero-copy backend moves the
+            pool's own memory, and the integrity of pages is its own affair; records are verified either way.
+
+    Raises:
+        ValueError: the backend cannot move records beside pages.
+    """
+
+    def __new__(cls, backend: HiCacheStorage, **_options):
+        # SGLang reports a backend by the name of its class.
+        return super().__new__(type(type(backend).__name__, (cls,), {}))
+
+    def __init__(self, backend: HiCacheStorage, *, seal_pages: bool):
+        for call in ("batch_exists_v2", "batch_get_v2", "batch_set_v2"):
+            if getattr(type(backend), call) is getattr(HiCacheStorage, call):
+                raise ValueError(
+                    f"storage backend {type(backend).__name__} has no {call}, which exact prefix reuse "
+                    "moves its records with: choose another --hicache-storage-backend"
+                )
+        self._backend = backend
+        self._seal_pages = seal_pages
+        self._sealed: dict[PoolName, SealedPool] = {}
+        self._lock = threading.Lock()
+
+    def bind(
+        self,
+        record_format: RecordFormat,
+        records: RecordHostPool,
+        mover: RecordMover,
+        stats: Stats,
+        page_size: int,
+    ) -> None:
+        """Set what objects are filed under. No transfer may be under way."""
+        self._format = record_format
+        self._records = records
+        self._mover = mover
+        self._stats = stats
+        self.page_size = page_size
+        self._prefix = record_format.namespace.hex() + "-"
+
+    def __getattr__(self, name):
+        # Whatever else a backend offers (close, reports): its own.
+        return getattr(self._backend, name)
+
+    # -- pools
+
+    def register_mem_pool_host(self, mem_pool_host) -> None:
+        self._backend.register_mem_pool_host(mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool, host_pool_name) -> None:
+        if self._seal_pages and host_pool_name not in (PoolName.KV, RECORD_POOL):
+            host_pool = self._sealed[host_pool_name] = SealedPool(host_pool, str(host_pool_name))
+        self._backend.register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def on_host_pools_registered(self) -> None:
+        self._backend.on_host_pools_registered()
+
+    # -- keys
+
+    def _named(self, keys: Iterable[str] | None) -> list[str] | None:
+        return None if keys is None else [self._prefix + key for key in keys]
+
+    def _info(self, extra_info: HiCacheStorageExtraInfo | None) -> HiCacheStorageExtraInfo | None:
+        if extra_info is None or extra_info.prefix_keys is None:
+            return extra_info
+        return replace(extra_info, prefix_keys=self._named(extra_info.prefix_keys))
+
+    def _count(self, counter: str, by: int) -> None:
+        # Three threads call in here.
+        with self._lock:
+            setattr(self._stats, counter, getattr(self._stats, counter) + by)
+
+    def _guarded(self, what: str, otherwise, call: Callable, *args):
+        try:
+            return call(*args)
+        except Exception as error:
+            # Not a failure of ours to hide: one line, one count, and the caller sees a miss.
+            self._count("storage_errors", 1)
+            logger.warning("HiCache storage: %s failed, counted as a miss: %r", what, error)
+            return otherwise
+
+    # -- pages: the calls of SGLang's threads
+
+    def exists(self, key):
+        return self._guarded("exists", False, self._backend.exists, self._prefix + key)
+
+    def batch_exists(self, keys, extra_info=None):
+        return self._guarded(
+            "batch_exists", 0, self._backend.batch_exists, self._named(keys), self._info(extra_info)
+        )
+
+    def get(self, key, target_location=None, target_sizes=None):
+        args = (self._prefix + key, target_location, target_sizes)
+        return self._guarded("get", None, self._backend.get, *args)
+
+    def set(self, key, value=None, target_location=None, target_sizes=None):
+        args = (self._prefix + key, value, target_location, target_sizes)
+        return self._guarded("set", False, self._backend.set, *args)
+
+    def batch_get(self, keys, target_locations=None, target_sizes=None):
+        args = (self._named(keys), target_locations, target_sizes)
+        return self._guarded("batch_get", [None] * len(keys), self._backend.batch_get, *args)
+
+    def batch_set(self, keys, values=None, target_locations=None, target_sizes=None):
+        args = (self._named(keys), values, target_locations, target_sizes)
+        return self._guarded("batch_set", False, self._backend.batch_set, *args)
+
+    def batch_get_v1(self, keys, host_indices, extra_info=None):
+        args = (self._named(keys), host_indices, self._info(extra_info))
+        return self._guarded("batch_get_v1", [False] * len(keys), self._backend.batch_get_v1, *args)
+
+    def batch_set_v1(self, keys, host_indices, extra_info=None):
+        args = (self._named(keys), host_indices, self._info(extra_info))
+        return self._guarded("batch_set_v1", [False] * len(keys), self._backend.batch_set_v1, *args)
+
+    def batch_exists_v2(self, keys, pool_transfers=None, extra_info=None) -> PoolTransferResult:
+        pages = [t for t in pool_transfers or () if not isinstance(t, FetchTransfer)]
+        fetch = next((t.fetch for t in pool_transfers or () if isinstance(t, FetchTransfer)), None)
+        found = self._exists_v2(keys, pages, extra_info)
+        if fetch is None or not found.kv_hit_pages:
+            return found
+        stored = self._record_boundaries(keys[: found.kv_hit_pages], extra_info)
+        stored.update(b for b in fetch.resident if b <= found.kv_hit_pages)
+        return PoolTransferResult(
+            max(stored, default=0), found.extra_pool_hit_pages, sorted(stored)
+        )
+
+    def _exists_v2(self, keys, transfers, extra_info) -> PoolTransferResult:
+        args = (self._named(keys), transfers, self._info(extra_info))
+        empty = PoolTransferResult.empty()
+        return self._guarded("batch_exists_v2", empty, self._backend.batch_exists_v2, *args)
+
+    def _record_boundaries(self, keys: list[str], extra_info) -> set[int]:
+        """Boundaries, in pages, whose record is stored: all, or at least the deepest of each batch.
+
+        A backend that does not report every restorable prefix reports the deepest, so it is asked again
+        for what the batches before it hold.
+        """
+        probe = [PoolTransfer(RECORD_POOL, hit_policy=PoolHitPolicy.TRAILING_PAGES)]
+        stored: set[int] = set()
+        limit = len(keys)
+        while limit > 0:
+            result = self._exists_v2(keys[:limit], probe, extra_info)
+            if result.restorable_prefix_pages is not None:
+                return set(result.restorable_prefix_pages)
+            if not result.kv_hit_pages:
+                break
+            stored.add(result.kv_hit_pages)
+            limit = (result.kv_hit_pages - 1) // FETCH_SPAN * FETCH_SPAN
+        return stored
+
+    def batch_get_v2(self, transfers, extra_info=None) -> dict[str, list[bool]]:
+        return self._move("batch_get_v2", self._backend.batch_get_v2, transfers, extra_info)
+
+    def batch_set_v2(self, transfers, extra_info=None) -> dict[str, list[bool]]:
+        for transfer in transfers:
+            if isinstance(transfer, SaveTransfer):
+                self._seal(transfer.save)
+        done = self._move("batch_set_v2", self._backend.batch_set_v2, transfers, extra_info)
+        saved = done.get(RECORD_POOL, [])
+        self._count("saved", sum(saved))
+        self._count("save_failed", len(saved) - sum(saved))
+        return done
+
+    def _move(self, what: str, call, transfers, extra_info) -> dict[str, list[bool]]:
+        results: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            keys = transfer.keys or []
+            done: list[bool] = []
+            # Backends with bounce buffers take a batch at a time.
+            for first in range(0, len(keys), FETCH_SPAN):
+                done += self._move_batch(what, call, transfer, first, extra_info)
+            results[transfer.name] = done
+        return results
+
+    def _move_batch(self, what: str, call, transfer, first: int, extra_info) -> list[bool]:
+        keys = transfer.keys[first : first + FETCH_SPAN]
+        # Indices count tokens for pages and slots for records.
+        size = len(transfer.host_indices) // len(transfer.keys)
+        indices = transfer.host_indices[first * size : (first + len(keys)) * size]
+        pages = dict(zip(indices[::size].tolist(), keys, strict=True))
+        sealed = self._sealed.get(transfer.name)
+        if sealed is not None:
+            sealed.expect(self._format.namespace, pages)
+        failed = {transfer.name: [False] * len(keys)}
+        batch = PoolTransfer(transfer.name, host_indices=indices, keys=self._named(keys))
+        done = self._guarded(what, failed, call, [batch], self._info(extra_info))[transfer.name]
+        bad = set() if sealed is None else sealed.rejected(pages)
+        if bad:
+            self._count("pages_rejected", len(bad))
+            logger.warning(
+                "HiCache storage: %d of %d pages of pool %s do not verify (first key %s), counted as "
+                "misses.",
+                len(bad),
+                len(keys),
+                transfer.name,
+                next(pages[i] for i in pages if i in bad),
+            )
+        return [bool(ok) and i not in bad for i, ok in zip(pages, done, strict=True)]
+
+    # -- records
+
+    def _slot(self, slot: int) -> np.ndarray:
+        return self._records.slots[slot].numpy()
+
+    def _seal(self, save: Save) -> None:
+        for record in save.records:
+            self._mover.wait_written(record.slot)
+            self._format.seal(self._slot(record.slot), record.key, record.boundary)
+
+    def get_record(self, key: str, boundary: int, slot: int) -> bool:
+        """Fetch the record of ``key`` into a host slot; False unless what arrived is that record."""
+        self._mover.wait_unused(slot)
+        self._format.erase(self._slot(slot))
+        indices = torch.tensor([slot], dtype=torch.int64)
+        (arrived,) = self.batch_get_v2([PoolTransfer(RECORD_POOL, indices, keys=[key])])[
+            RECORD_POOL
+        ]
+        if not arrived:
+            return False
+        wrong = self._format.verify(self._slot(slot), key, boundary)
+        if wrong is not None:
+            self._count("fetch_rejected", 1)
+            logger.warning(
+                "HiCache storage: the record of %s at %d tokens does not verify (%s), counted as a miss.",
+                key,
+                boundary,
+                wrong,
+            )
+        return wrong is None
+
+    # -- upkeep
+
+    def clear(self):
+        return self._backend.clear()
+
+    def get_stats(self):
+        return self._backend.get_stats()
