@@ -64,7 +64,13 @@ def server_pids(text):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_no_server(tmp_path, number):
     run = subprocess.Popen(
-        DEMO, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        DEMO,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A test run in the background of a script ignores SIGINT, and what it starts would as well.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     begin = run.stdout.readline() + run.stdout.readline()
     servers = [os.pidfd_open(pid) for pid in server_pids(begin)]

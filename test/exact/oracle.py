@@ -141,10 +141,13 @@ class Recorder:
         return self.run_many([ids], new_tokens, **request)[0]
 
     def run_many(self, prompts: list[list[int]], new_tokens: int = 3, **request) -> list[Run]:
-        engine = self.engine
-        rids = [engine.submit(ids, new_tokens, **request) for ids in prompts]
+        rids = [self.engine.submit(ids, new_tokens, **request) for ids in prompts]
+        return self.finish(dict(zip(rids, map(len, prompts), strict=True)))
+
+    def finish(self, lengths: dict[str, int]) -> list[Run]:
+        """Run submitted requests, by id with the length of their prompts, to their end."""
+        engine, rids = self.engine, list(lengths)
         runs = {rid: Run() for rid in rids}
-        lengths = dict(zip(rids, map(len, prompts), strict=True))
 
         def before(row):
             if row.start < lengths[row.rid] and not runs[row.rid].starts and row.start:

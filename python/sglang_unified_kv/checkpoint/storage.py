@@ -66,6 +66,8 @@ class StorageTraffic:
     def __init__(self, store: CheckpointStore, stats: Stats):
         self._store = store
         self._stats = stats
+        # So that slow storage can never starve captures of slots.
+        self.most_saving = max(store.capacity // 2, 1)
         self._saves: set[Save] = set()
         self._fetches: set[Fetch] = set()
 
@@ -82,15 +84,14 @@ class StorageTraffic:
     def save(self, keys: Iterable[str]) -> Save | None:
         """Pin the records of ``keys`` that storage has not been given yet; None if there are none.
 
-        At most half of the store may wait for storage at a time, so that it can never starve captures;
-        beyond that a write is dropped and counted.
+        At most half of the store may wait for storage at a time; beyond that a write is dropped and counted.
         """
         records = []
         for key in keys:
             record = self._store.get(key)
             if record is None or record.stored:
                 continue
-            if self.saving + len(records) >= max(self._store.capacity // 2, 1):
+            if self.saving + len(records) >= self.most_saving:
                 self._stats.save_dropped += 1
                 continue
             record.stored = True

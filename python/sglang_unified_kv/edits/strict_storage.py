@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DIRECT_IO_BYTES = 4096
+"""What addresses, offsets and lengths of direct I/O are multiples of, on every file system."""
+
 
 class FetchTransfer(PoolTransfer):
     """Carries a :class:`Fetch` on SGLang's prefetch operation.
@@ -63,7 +66,8 @@ class SaveTransfer(PoolTransfer):
 class SealedPool:
     """A host pool of pages whose flat pages end in a trailer that ties them to their key.
 
-    Offers flat pages only, so that no backend can move the bytes past it.
+    Offers flat pages only, so that no backend can move the bytes past it. Zeros fill them up to whole
+    units of direct I/O (nixl's default), which a page and its trailer are not.
     """
 
     def __init__(self, pool, name: str):
@@ -72,6 +76,9 @@ class SealedPool:
         self._namespace = b""
         self._keys: dict[int, str] = {}
         self._rejected: set[int] = set()
+        self._page_bytes = pool.get_dummy_flat_data_page().nbytes
+        units = -(-(self._page_bytes + TRAILER_BYTES) // DIRECT_IO_BYTES)
+        self._sealed_bytes = units * DIRECT_IO_BYTES
         self.page_size = pool.page_size
         self.layout = pool.layout
         self.pin_memory = getattr(pool, "pin_memory", False)
@@ -90,29 +97,28 @@ class SealedPool:
         return bad
 
     def get_dummy_flat_data_page(self) -> torch.Tensor:
-        page = self._pool.get_dummy_flat_data_page()
-        return torch.empty(page.nbytes + TRAILER_BYTES, dtype=torch.uint8)
+        return torch.empty(self._sealed_bytes, dtype=torch.uint8)
 
     def get_data_page(self, index, flat: bool = True) -> torch.Tensor:
         index = int(index)
         page = self._pool.get_data_page(index, flat=True).view(torch.uint8)
-        sealed = torch.empty(page.numel() + TRAILER_BYTES, dtype=torch.uint8)
-        sealed[:-TRAILER_BYTES] = page
-        trailer = page_trailer(
-            self._namespace, self._name, self._keys[index], sealed[:-TRAILER_BYTES].numpy()
-        )
-        sealed[-TRAILER_BYTES:] = torch.frombuffer(bytearray(trailer), dtype=torch.uint8)
+        sealed = torch.zeros(self._sealed_bytes, dtype=torch.uint8)
+        sealed[: self._page_bytes] = page
+        trailer = bytearray(self._trailer(index, sealed))
+        sealed[-TRAILER_BYTES:] = torch.frombuffer(trailer, dtype=torch.uint8)
         return sealed
 
     def set_from_flat_data_page(self, index, data_page: torch.Tensor) -> None:
         index = int(index)
         sealed = data_page.view(torch.uint8).view(-1)
-        page = sealed[:-TRAILER_BYTES]
-        trailer = page_trailer(self._namespace, self._name, self._keys[index], page.numpy())
-        if sealed[-TRAILER_BYTES:].numpy().tobytes() != trailer:
+        if sealed[-TRAILER_BYTES:].numpy().tobytes() != self._trailer(index, sealed):
             self._rejected.add(index)
         else:
-            self._pool.set_from_flat_data_page(index, page)
+            self._pool.set_from_flat_data_page(index, sealed[: self._page_bytes])
+
+    def _trailer(self, index: int, sealed: torch.Tensor) -> bytes:
+        body = sealed[:-TRAILER_BYTES].numpy()
+        return page_trailer(self._namespace, self._name, self._keys[index], body)
 
 
 def seals_pages(backend_name: str, extra_config: dict) -> bool:
@@ -294,26 +300,42 @@ class StrictStorage(HiCacheStorage):
         results: dict[str, list[bool]] = {}
         for transfer in transfers:
             keys = transfer.keys or []
+            # Indices count tokens for pages and slots for records.
+            size = len(transfer.host_indices) // len(keys) if keys else 0
             done: list[bool] = []
             # Backends with bounce buffers take a batch at a time.
             for first in range(0, len(keys), FETCH_SPAN):
-                done += self._move_batch(what, call, transfer, first, extra_info)
+                last = min(first + FETCH_SPAN, len(keys))
+                indices = transfer.host_indices[first * size : last * size]
+                batch = PoolTransfer(transfer.name, indices, keys=keys[first:last])
+                done += self._move_batch(what, call, batch, size, extra_info)
             results[transfer.name] = done
         return results
 
-    def _move_batch(self, what: str, call, transfer, first: int, extra_info) -> list[bool]:
-        keys = transfer.keys[first : first + FETCH_SPAN]
-        # Indices count tokens for pages and slots for records.
-        size = len(transfer.host_indices) // len(transfer.keys)
-        indices = transfer.host_indices[first * size : (first + len(keys)) * size]
+    def _move_batch(self, what: str, call, transfer, size: int, extra_info) -> list[bool]:
+        keys, indices = transfer.keys, transfer.host_indices
         pages = dict(zip(indices[::size].tolist(), keys, strict=True))
         sealed = self._sealed.get(transfer.name)
         if sealed is not None:
             sealed.expect(self._format.namespace, pages)
-        failed = {transfer.name: [False] * len(keys)}
-        batch = PoolTransfer(transfer.name, host_indices=indices, keys=self._named(keys))
-        done = self._guarded(what, failed, call, [batch], self._info(extra_info))[transfer.name]
+        batch = PoolTransfer(transfer.name, indices, keys=self._named(keys))
+        done = self._guarded(what, None, call, [batch], self._info(extra_info))
         bad = set() if sealed is None else sealed.rejected(pages)
+        if done is None:
+            if len(keys) == 1:
+                return [False]
+            # One bad object must not cost the others of its batch.
+            return [
+                ok
+                for i, key in enumerate(keys)
+                for ok in self._move_batch(
+                    what,
+                    call,
+                    PoolTransfer(transfer.name, indices[i * size : (i + 1) * size], keys=[key]),
+                    size,
+                    extra_info,
+                )
+            ]
         if bad:
             self._count("pages_rejected", len(bad))
             logger.warning(
@@ -324,7 +346,8 @@ class StrictStorage(HiCacheStorage):
                 transfer.name,
                 next(pages[i] for i in pages if i in bad),
             )
-        return [bool(ok) and i not in bad for i, ok in zip(pages, done, strict=True)]
+        arrived = done[transfer.name]
+        return [bool(ok) and i not in bad for i, ok in zip(pages, arrived, strict=True)]
 
     # -- records
 

@@ -1,0 +1,432 @@
+"""Hits from storage against cold runs, byte for byte, and what must not be hit."""
+
+import resource
+import threading
+
+import pytest
+from oracle import Recorder, assert_equal_runs, differing, poison_rings
+from sglang.srt.managers import cache_controller
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang_unified_kv.checkpoint import storage as storage_module
+from sglang_unified_kv.checkpoint.policy import Grid
+from storage_folder import (
+    STORAGE,
+    at,
+    chain_of,
+    file_of,
+    flip,
+    pages,
+    records,
+    storage_threads,
+    unreadable,
+)
+
+PAGE = 256
+CASES = {1: {512: 700, 2560: 2700}, 2: {512: 700, 2560: 2700}, 4: {1024: 1100, 2048: 2200}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine, oracle, folder):
+    with make_engine(chunked_prefill_size=512, env=at(folder), **STORAGE) as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def objects(engine, oracle, folder):
+    """What storage holds once the whole text was computed."""
+    engine.run(oracle.text, 3)
+    engine.flush()
+    return {path: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def manager(engine, folder, objects):
+    found = engine.tree.checkpoints
+    engine.flush()
+    for path in folder.iterdir():
+        path.unlink()
+    yield found
+    found.policy = Grid(PAGE, 1)
+    settle(engine)
+    found.check_idle()
+    assert all(thread.is_alive() for thread in storage_threads(engine))
+
+
+def settle(engine):
+    """Step until no storage thread holds a slot."""
+    engine.drain()
+    traffic = engine.tree.checkpoints.storage
+    while traffic.saving or traffic.fetching:
+        engine.step()
+
+
+@pytest.fixture
+def stored(engine, manager, objects):
+    """The whole text is in storage and nowhere else."""
+    for path, data in objects.items():
+        path.write_bytes(data)
+    poison_rings(engine)
+    return Recorder(engine)
+
+
+def assert_hit(hit, oracle, boundary, length, tier="storage"):
+    assert hit.cached_tokens == boundary
+    tiers = {"device": 0, "host": 0, tier: boundary}
+    assert hit.details is None if boundary == 0 else hit.details.items() >= tiers.items()
+    if boundary:
+        assert differing(hit.resumed, oracle.at(boundary)) == []
+    assert_equal_runs(hit, oracle.run(length))
+
+
+@pytest.mark.parametrize("stride", CASES)
+def test_a_hit_from_storage_is_bit_equal_to_the_cold_run(engine, manager, oracle, stride):
+    manager.policy = Grid(PAGE, stride)
+    recorder = Recorder(engine)
+    recorder.run(oracle.text)
+    engine.flush()
+    poison_rings(engine)
+    for boundary, length in CASES[stride].items():
+        hit = recorder.run(oracle.text[:length])
+        assert_hit(hit, oracle, boundary, length)
+        assert hit.details["storage_backend"] == "HiCacheFile"
+        engine.flush()
+        poison_rings(engine)
+
+
+def test_pages_and_records_have_their_sizes_and_one_namespace(engine, manager, oracle, folder):
+    Recorder(engine).run(oracle.text[:700])
+    assert len(records(folder)) == 2 and len(pages(folder)) == 6
+    assert {p.stat().st_size for p in records(folder)} == {engine.tree.records.slot_bytes}
+    assert len({p.name.partition("-")[0] for p in folder.iterdir()}) == 1
+    assert manager.stats.save_failed == 0
+
+
+# -- what a stored object may suffer
+
+
+def truncated(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def halved(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def flipped(path):
+    flip(path, path.stat().st_size // 2)
+
+
+def header_flipped(path):
+    flip(path, 70)
+
+
+def grown_from_other_bytes(path):
+    path.write_bytes(b"x" * (path.stat().st_size + 4096))
+
+
+DAMAGES = [truncated, halved, emptied, flipped, header_flipped, grown_from_other_bytes]
+OBJECTS = ["deepseek_v4_c4_state", "deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128"]
+
+
+@pytest.mark.parametrize("pool", OBJECTS)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_a_damaged_object_is_a_miss(engine, manager, stored, oracle, folder, damage, pool, caplog):
+    damage(file_of(folder, engine, chain_of(engine, oracle.text), 768, pool))
+    record = pool == OBJECTS[0]
+    # The record below the deepest boundary is not read; a page below it is.
+    assert_hit(stored.run(oracle.text[:1100]), oracle, 1024 if record else 512, 1100)
+    if record:
+        engine.flush()
+        assert_hit(stored.run(oracle.text[:950]), oracle, 512, 950)
+
+
+def test_a_refused_record_is_counted_and_said_once(engine, manager, stored, oracle, folder, caplog):
+    flip(file_of(folder, engine, chain_of(engine, oracle.text), 512), 5000)
+    before = manager.stats.fetch_rejected
+    stored.run(oracle.text[:700])
+    assert manager.stats.fetch_rejected == before + 1
+    said = [r for r in caplog.records if "does not verify" in r.message]
+    assert len(said) == 1 and "512 tokens" in said[0].message and "checksum" in said[0].message
+
+
+def test_a_refused_page_is_counted_and_said_once(engine, manager, stored, oracle, folder, caplog):
+    flip(file_of(folder, engine, chain_of(engine, oracle.text), 512, "deepseek_v4_c4"), 5000)
+    before = manager.stats.pages_rejected
+    stored.run(oracle.text[:700])
+    assert manager.stats.pages_rejected == before + 1
+    assert sum("do not verify" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("pool", OBJECTS)
+def test_two_swapped_objects_are_misses(engine, manager, stored, oracle, folder, pool):
+    chain = chain_of(engine, oracle.text)
+    one, two = (file_of(folder, engine, chain, b, pool) for b in (512, 1024))
+    left, right = one.read_bytes(), two.read_bytes()
+    one.write_bytes(right)
+    two.write_bytes(left)
+    record = pool == OBJECTS[0]
+    assert_hit(stored.run(oracle.text[:1100]), oracle, 768 if record else 256, 1100)
+
+
+@pytest.mark.parametrize("pool", OBJECTS)
+def test_a_missing_object_cuts_the_hit(engine, manager, stored, oracle, folder, pool):
+    file_of(folder, engine, chain_of(engine, oracle.text), 1024, pool).unlink()
+    assert_hit(stored.run(oracle.text[:1100]), oracle, 768, 1100)
+
+
+@pytest.mark.parametrize("pool", OBJECTS[:2])
+def test_an_unreadable_object_is_a_miss(engine, manager, stored, oracle, folder, pool):
+    path = file_of(folder, engine, chain_of(engine, oracle.text), 1024, pool)
+    with unreadable(path):
+        assert_hit(stored.run(oracle.text[:1100]), oracle, 768, 1100)
+
+
+def test_records_without_pages_and_pages_without_records_are_misses(
+    engine, manager, stored, oracle, folder
+):
+    kept = {path: path.read_bytes() for path in records(folder)}
+    for path in kept:
+        path.unlink()
+    assert_hit(stored.run(oracle.text[:700]), oracle, 0, 700)
+    engine.flush()
+    for path in folder.iterdir():
+        path.unlink()
+    for path, data in kept.items():
+        path.write_bytes(data)
+    assert_hit(stored.run(oracle.text[:700]), oracle, 0, 700)
+
+
+# -- writing
+
+
+def test_a_full_disk_loses_records_and_nothing_else(engine, manager, oracle, folder):
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = manager.stats.save_failed
+    # Room for pages, not for records: the write fails as it does on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, hard))
+    try:
+        recorder = Recorder(engine)
+        recorder.run(oracle.text[:700])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    engine.flush()
+    assert manager.stats.save_failed == before + 2
+    assert not records(folder) and len(pages(folder)) == 6
+    assert_hit(recorder.run(oracle.text[:700]), oracle, 0, 700)
+
+
+def test_writers_of_one_key_leave_one_whole_record(engine, stored, oracle, folder):
+    path = file_of(folder, engine, chain_of(engine, oracle.text), 256)
+    whole = path.read_bytes()
+    storage = engine.tree.cache_controller.storage_backend
+    key = chain_of(engine, oracle.text)[0]
+    slot = engine.tree.records.slots[0]
+    start = threading.Barrier(4)
+
+    def write(number):
+        start.wait()
+        for _ in range(10):
+            path.unlink(missing_ok=True)
+            value = slot.clone()
+            value[5000] = number
+            storage._format.seal(value.numpy(), key, 256)
+            storage.set(f"{key}.deepseek_v4_c4_state", value)
+
+    writers = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    if path.exists():
+        slot.copy_(slot.new_tensor(list(path.read_bytes())))
+        assert storage._format.verify(slot.numpy(), key, 256) is None
+    assert path.stat().st_size == len(whole)
+
+
+def test_a_record_attached_to_stored_pages_is_stored_too(engine, manager, oracle, folder):
+    recorder = Recorder(engine)
+    manager.policy = Grid(PAGE, 1000)
+    recorder.run(oracle.text[:700])
+    assert not records(folder) and len(pages(folder)) == 6
+    manager.policy = Grid(PAGE, 1)
+    recorder.run(oracle.text[:700])
+    assert len(records(folder)) == 2
+    engine.flush()
+    assert_hit(recorder.run(oracle.text[:700]), oracle, 512, 700)
+
+
+def test_a_record_is_given_to_storage_once(engine, manager, oracle, folder):
+    recorder = Recorder(engine)
+    before = manager.stats.saved
+    for _ in range(3):
+        recorder.run(oracle.text[:700])
+    assert manager.stats.saved == before + 2
+
+
+class Gate:
+    """Holds a storage call until opened; the engine goes on meanwhile."""
+
+    def __init__(self):
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, call):
+        def held(*args, **kwargs):
+            self.entered.set()
+            assert self.open.wait(60)
+            return call(*args, **kwargs)
+
+        return held
+
+
+def test_slow_storage_drops_writes_and_holds_up_nobody(engine, manager, oracle, monkeypatch):
+    gate = Gate()
+    backend = engine.tree.cache_controller.storage_backend._backend
+    monkeypatch.setattr(backend, "batch_set_v2", gate(backend.batch_set_v2))
+    monkeypatch.setattr(manager.storage, "most_saving", 4)
+    before = manager.stats.save_dropped
+    engine.run(oracle.text, 1)
+    while manager.stats.save_dropped == before:
+        engine.step()
+    assert 0 < manager.storage.saving <= 4
+    manager.check_integrity()
+    assert engine.run(oracle.text, 1).details["device"] == 2560
+    gate.open.set()
+
+
+# -- policies, batches, records that are still in memory
+
+
+def evict_all(engine):
+    """Drop the pages of every tier in memory, but no record."""
+    engine.drain()
+    engine.tree.evict(EvictParams(num_tokens=10**9))
+    engine.tree.evict_host(10**9)
+
+
+def test_a_record_in_memory_serves_pages_in_storage(engine, manager, oracle, folder):
+    recorder = Recorder(engine)
+    recorder.run(oracle.text[:1100])
+    evict_all(engine)
+    for path in records(folder):
+        path.unlink()
+    poison_rings(engine)
+    before = manager.stats.fetched
+    assert_hit(recorder.run(oracle.text[:1100]), oracle, 1024, 1100)
+    assert manager.stats.fetched == before
+
+
+@pytest.fixture
+def two_page_batches(monkeypatch):
+    monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 2)
+    monkeypatch.setattr(storage_module, "FETCH_SPAN", 2)
+
+
+def test_every_batch_brings_its_deepest_record(engine, manager, stored, oracle, two_page_batches):
+    before = manager.stats.fetched
+    assert_hit(stored.run(oracle.text), oracle, 2560, 2700)
+    assert manager.stats.fetched == before + 5
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "timeout"])
+def test_a_prefetch_cut_short_keeps_its_whole_batches(
+    engine, manager, stored, oracle, two_page_batches, monkeypatch, policy
+):
+    tree = engine.tree
+    monkeypatch.setattr(tree, "prefetch_stop_policy", policy)
+    monkeypatch.setattr(tree, "prefetch_timeout_base", 0)
+    monkeypatch.setattr(tree, "prefetch_timeout_per_page", 0)
+    storage, gate, reads = tree.cache_controller.storage_backend, Gate(), []
+    real = storage.batch_get_v2
+
+    def third_batch_waits(transfers, extra_info=None):
+        reads.append([t.name for t in transfers])
+        # A batch reads its pages and its record.
+        return (gate(real) if len(reads) == 5 else real)(transfers, extra_info)
+
+    monkeypatch.setattr(storage, "batch_get_v2", third_batch_waits)
+    # Held back until two batches are told, as by a request that is running.
+    monkeypatch.setattr(tree, "check_prefetch_progress", lambda request: False)
+    rid = engine.submit(oracle.text, 3)
+    while not gate.entered.is_set() or tree_progress(tree) < 1024:
+        engine.step()
+    monkeypatch.delattr(tree, "check_prefetch_progress")
+    (cut,) = stored.finish({rid: 2700})
+    gate.open.set()
+    settle(engine)
+    assert_hit(cut, oracle, 1024, 2700)
+    assert len(tree.ongoing_prefetch) == 0
+
+
+def tree_progress(tree) -> int:
+    return max((i.operation.completed_tokens for i in tree.ongoing_prefetch.values()), default=0)
+
+
+@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
+def test_every_policy_is_exact(engine, manager, stored, oracle, monkeypatch, policy):
+    monkeypatch.setattr(engine.tree, "prefetch_stop_policy", policy)
+    hit = stored.run(oracle.text[:1100])
+    assert_equal_runs(hit, oracle.run(1100))
+    if policy == "wait_complete":
+        assert hit.cached_tokens == 1024
+
+
+def test_an_aborted_prefetch_gives_its_slots_back(engine, manager, stored, oracle, monkeypatch):
+    storage, gate = engine.tree.cache_controller.storage_backend, Gate()
+    monkeypatch.setattr(storage, "batch_get_v2", gate(storage.batch_get_v2))
+    rid = engine.submit(oracle.text, 3)
+    while not gate.entered.is_set():
+        engine.step()
+    assert manager.storage.fetching == 1
+    engine.abort(rid)
+    engine.step()
+    manager.check_integrity()
+    assert manager.storage.fetching == 1
+    gate.open.set()
+    settle(engine)
+
+
+def test_a_full_store_makes_room_for_a_record_from_storage(engine, manager, stored, oracle):
+    slots = [manager.store.reserve() for _ in range(manager.store.capacity)]
+    for number, slot in enumerate(slots):
+        manager.store.publish(f"{number:064x}", 256, slot, replace=False, mixed=False)
+    assert_hit(stored.run(oracle.text[:700]), oracle, 512, 700)
+
+
+def test_without_a_free_slot_nothing_is_fetched(engine, manager, stored, oracle):
+    store = manager.store
+    slots = [store.reserve() for _ in range(store.capacity)]
+    for number, slot in enumerate(slots):
+        store.publish(f"{number:064x}", 256, slot, replace=False, mixed=False)
+    pinned = [store.pin(f"{number:064x}") for number in range(len(slots))]
+    run = stored.run(oracle.text[:700])
+    assert run.cached_tokens == 0
+    assert_equal_runs(run, oracle.run(700))
+    for record in pinned:
+        store.unpin(record)
+
+
+def test_emptied_storage_is_given_the_records_again(engine, manager, oracle, folder):
+    recorder = Recorder(engine)
+    recorder.run(oracle.text[:700])
+    assert engine.tree.clear_storage_backend() and not list(folder.iterdir())
+    assert not any(record.stored for record in manager.store._records.values())
+
+
+def test_new_weights_are_another_namespace(engine, manager, stored, oracle, folder):
+    weight = next(iter(engine.model_runner.model.parameters()))
+    kept = weight.detach().clone()
+    weight.data.view(-1)[0] += 1
+    engine.flush()
+    assert stored.run(oracle.text[:700]).cached_tokens == 0
+    weight.data.copy_(kept)
+    engine.flush()
+    assert_hit(stored.run(oracle.text[:700]), oracle, 512, 700)

@@ -1,0 +1,125 @@
+"""Storage across engines: restarts, what must not be shared, attaching at run time, SGLang's injectors."""
+
+import pytest
+from oracle import Recorder, assert_equal_runs, differing, poison_rings
+from sglang_unified_kv.checkpoint import identity, record_format
+from sglang_unified_kv.engage import Refused
+from sglang_unified_kv.reference.model import write_tiny_model
+from storage_folder import STORAGE, at, pages, records, storage_threads
+
+LENGTH, BOUNDARY = 700, 512
+
+
+@pytest.fixture
+def make(make_engine, tmp_path):
+    """Engines on one folder."""
+    return lambda **options: make_engine(
+        chunked_prefill_size=512, env=at(tmp_path) | options.pop("env", {}), **STORAGE | options
+    )
+
+
+@pytest.fixture
+def filled(make, oracle, tmp_path):
+    """The folder after an engine served the prompt and was closed."""
+    with make() as engine:
+        assert Recorder(engine).run(oracle.text[:LENGTH]).cached_tokens == 0
+    assert records(tmp_path)
+    return tmp_path
+
+
+def test_the_first_request_after_a_restart_hits(make, filled, oracle, caplog):
+    caplog.set_level("INFO")
+    with make() as engine:
+        poison_rings(engine)
+        hit = Recorder(engine).run(oracle.text[:LENGTH])
+        engine.tree.checkpoints.check_idle()
+    assert hit.cached_tokens == hit.details["storage"] == BOUNDARY
+    assert differing(hit.resumed, oracle.at(BOUNDARY)) == []
+    assert_equal_runs(hit, oracle.run(LENGTH))
+    assert any(f"matched=0 loaded={BOUNDARY}" in r.getMessage() for r in caplog.records)
+    assert not [r for r in caplog.records if "MISMATCH" in r.getMessage()]
+
+
+def test_an_older_format_is_a_miss(make, filled, oracle, monkeypatch):
+    for module in (identity, record_format):
+        monkeypatch.setattr(module, "FORMAT_VERSION", module.FORMAT_VERSION + 1)
+    with make() as engine:
+        assert Recorder(engine).run(oracle.text[:LENGTH]).cached_tokens == 0
+
+
+def test_other_weights_under_the_same_name_are_a_miss(
+    make, filled, oracle, tmp_path_factory, model_path
+):
+    other = write_tiny_model(tmp_path_factory.mktemp("other") / "tiny", seed=1)
+    prompt = oracle.text[:LENGTH]
+    with make(served_model_name="the-model") as engine:
+        assert Recorder(engine).run(prompt).cached_tokens == 0
+        assert Recorder(engine).run(prompt).cached_tokens == BOUNDARY
+    with make(served_model_name="the-model", model_path=other) as engine:
+        assert Recorder(engine).run(prompt).cached_tokens == 0
+    with make(served_model_name="the-model") as engine:
+        assert Recorder(engine).run(prompt).details["storage"] == BOUNDARY
+
+
+def test_stock_and_exact_do_not_share(make, filled, oracle, tmp_path):
+    before = set(tmp_path.iterdir())
+    with make(stock=True) as engine:
+        assert Recorder(engine).run(oracle.text[:LENGTH]).cached_tokens == 0
+    assert before < set(tmp_path.iterdir())
+
+
+def test_storage_can_be_attached_and_detached(make, oracle, tmp_path):
+    prompt = oracle.text[:LENGTH]
+    with make(hicache_storage_backend=None) as engine:
+        recorder, tree = Recorder(engine), engine.tree
+        for _ in range(2):
+            attached, message = tree.attach_storage_backend(
+                "file", hicache_storage_prefetch_policy="wait_complete"
+            )
+            assert attached, message
+            engine.scheduler.enable_hicache_storage = True
+            hit = recorder.run(prompt)
+            assert_equal_runs(hit, oracle.run(LENGTH))
+            engine.drain()
+            detached, message = tree.detach_storage_backend()
+            assert detached, message
+            engine.scheduler.enable_hicache_storage = False
+            tree.checkpoints.check_idle()
+            engine.flush()
+        assert hit.details["storage"] == BOUNDARY
+        assert recorder.run(prompt).cached_tokens == 0
+
+
+def test_attaching_refuses_what_start_refuses(make, tmp_path):
+    with make(hicache_storage_backend=None) as engine:
+        attach = engine.tree.attach_storage_backend
+        attached, message = attach("hf3fs")
+        assert not attached and "--hicache-storage-backend hf3fs: not supported" in message
+        attached, message = attach("file", hicache_write_policy="write_back")
+        assert not attached and "write_back: leave it write_through" in message
+        assert engine.tree.cache_controller.storage_backend is None
+
+
+@pytest.mark.parametrize("backend", ["simm", "hf3fs"])
+def test_a_backend_that_cannot_carry_records_is_refused_by_name(make, backend):
+    with pytest.raises(Refused, match=f"--hicache-storage-backend {backend}: not supported"):
+        make(hicache_storage_backend=backend).__enter__()
+
+
+def test_injected_delays_and_failures_cost_hits_only(make, oracle, tmp_path):
+    injected = {
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.01",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
+    }
+    lengths, hits = (444, 700, 950, 1100), []
+    with make(env=injected) as engine:
+        recorder = Recorder(engine)
+        for length in lengths * 4:
+            run = recorder.run(oracle.text[:length])
+            assert_equal_runs(run, oracle.run(length))
+            hits.append(run.details["storage"] if run.details else 0)
+            engine.flush()
+        assert all(thread.is_alive() for thread in storage_threads(engine))
+        assert engine.tree.checkpoints.stats.save_failed
+    assert any(hits) and not all(hits)
+    assert pages(tmp_path)
