@@ -36,18 +36,18 @@ def environment(**values):
 
 @pytest.fixture(scope="session")
 def make_engine(model_path):
-    """``make_engine(stock=True, env={...}, **server_args)`` is a context manager that builds an engine."""
+    """``make_engine(stock=, env={...}, model=, **server_args)`` is a context manager with an engine."""
     from sglang.srt.plugins import load_plugins
     from sglang_unified_kv.reference.harness import InProcessEngine
 
     load_plugins()  # with the product requested, whatever the first engine will be
 
     @contextlib.contextmanager
-    def make(*, stock=False, env=None, **server_args):
+    def make(*, stock=False, env=None, model=model_path, **server_args):
         switch = {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0" if stock else "1"}
         with environment(**switch, **(env or {})):
             options = {"hicache": True, "max_total_tokens": 12288, **server_args}
-            with InProcessEngine(model_path, **options) as engine:
+            with InProcessEngine(model, **options) as engine:
                 yield engine
 
     return make

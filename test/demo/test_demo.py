@@ -54,6 +54,7 @@ def test_the_demo_shows_the_fault_of_stock_and_exact_without_it(tmp_path):
     assert "Bit-exact HiCache is engaged" not in (tmp_path / "logs/stock.log").read_text()
     log = (tmp_path / "logs/exact.log").read_text()
     assert "Bit-exact HiCache is engaged" in log and "Checkpoints engaged" in log
+    assert "matched=0 loaded=2560" in log
     assert "Traceback" not in log, "it did not shut down cleanly"
 
 
@@ -124,10 +125,13 @@ def test_a_missing_folder_is_refused_before_any_work(tmp_path, monkeypatch, opti
 
 def test_servers_differ_in_the_product_flag_alone():
     base = {"PATH": "/bin", "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1", "SGLANG_PLUGINS": "other"}
-    stock, exact = (demo.environment(server, base) for server in ("stock", "exact"))
+    stock, exact = (
+        demo.environment(server, base, storage="/storage") for server in ("stock", "exact")
+    )
     assert stock == {
         "PATH": "/bin",
         "OMP_NUM_THREADS": "1",
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": "/storage",
         "SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1",
     }
     assert exact == stock | {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1"}

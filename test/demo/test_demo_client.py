@@ -5,7 +5,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from sglang_unified_kv.cli.client import ClientError, Generation, SGLangClient
+from sglang_unified_kv.cli.client import SOURCES, ClientError, Generation, SGLangClient
 
 
 @pytest.fixture
@@ -58,9 +58,10 @@ def test_generate_keeps_every_bit_and_tells_the_sources(server, client):
         (logprob, -1.401298464324817e-45), cached=768, details={"device": 512, "host": 256}
     )
     server.script = [(200, json.dumps([hit, answer()]))]
+    cached_by = {"device": 512, "host": 256, "storage": 0}
     first, second = client.generate_batch([[1, 2], [3]], max_new_tokens=2)
-    assert first == Generation((10, 11), (logprob, -1.401298464324817e-45), 768, 512, 256)
-    assert second.cached_tokens == second.cached_device == second.cached_host == 0
+    assert first == Generation((10, 11), (logprob, -1.401298464324817e-45), 768, cached_by)
+    assert second.cached_tokens == 0 and second.cached_by == dict.fromkeys(SOURCES, 0)
     ((method, path, body),) = server.seen
     assert (method, path) == ("POST", "/generate")
     assert json.loads(body) == {

@@ -60,6 +60,20 @@ def test_leaving_the_block_ends_the_whole_group(tmp_path, leave):
     assert all(map(ends, group))
 
 
+def test_a_restarted_server_is_another_process_with_the_same_log(tmp_path):
+    log = tmp_path / "log"
+    with running("print('up', flush=True); import signal; signal.pause()", log) as server:
+        server.wait_until(lambda: log.read_text() == "up\n", timeout_s=60)
+        first = os.pidfd_open(server.pid)
+        server.restart()
+        assert ends(first)
+        server.wait_until(lambda: log.read_text() == "up\nup\n", timeout_s=60)
+        second = os.pidfd_open(server.pid)
+    assert ends(second)
+    with pytest.raises(ServerFailed, match="stopped for good"):
+        server.restart()
+
+
 def test_the_environment_is_exactly_the_one_given(tmp_path):
     code = "import os; print(sorted(os.environ))"
     log = tmp_path / "log"

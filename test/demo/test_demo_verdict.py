@@ -7,6 +7,7 @@ import pytest
 from sglang_unified_kv.cli.demo_verdict import (
     CACHED_TOKENS,
     CASE_NAMES,
+    HITS,
     Case,
     as_json,
     compare,
@@ -31,8 +32,7 @@ def passing():
             hit=hit,
             prompt=int(length),
             cached_tokens=cached,
-            cached_device=cached if hit == "device" else 0,
-            cached_host=cached if hit == "host" else 0,
+            cached_by={"device": 0, "host": 0, "storage": 0} | {HITS[hit]: cached},
             comparison=OTHER_TOKEN if server == "stock" else SAME,
         )
     return cases
@@ -56,7 +56,7 @@ def test_a_passing_run_has_no_shortcomings_and_the_documented_json():
     assert [case["name"] for case in document["cases"]] == list(CASE_NAMES)
     assert set(CASE_NAMES) == {
         f"{s}/{h}/{n}" for s in ("stock", "exact") for h in ("device", "host") for n in (700, 2700)
-    }
+    } | {"exact/restart/700", "exact/restart/2700"}
     assert document["cases"][0] == {
         "name": "stock/device/700",
         "cached_tokens": 512,
@@ -65,7 +65,7 @@ def test_a_passing_run_has_no_shortcomings_and_the_documented_json():
         "max_abs_dlogprob": 0.5,
     }
     assert document["cases"][-1] == {
-        "name": "exact/host/2700",
+        "name": "exact/restart/2700",
         "cached_tokens": 2560,
         "tokens_equal": True,
         "logprobs_equal": True,
@@ -104,10 +104,11 @@ def test_an_exact_case_that_differs_fails(name, comparison):
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("exact/device/700", {"cached_tokens": 256, "cached_device": 256}),
-        ("exact/host/700", {"cached_tokens": 256, "cached_host": 256}),
-        ("exact/device/2700", {"cached_tokens": 512, "cached_device": 512}),
-        ("exact/host/2700", {"cached_tokens": 2304, "cached_host": 2304}),
+        ("exact/device/700", {"cached_tokens": 256, "cached_by": {"device": 256}}),
+        ("exact/host/700", {"cached_tokens": 256, "cached_by": {"host": 256}}),
+        ("exact/device/2700", {"cached_tokens": 512, "cached_by": {"device": 512}}),
+        ("exact/host/2700", {"cached_tokens": 2304, "cached_by": {"host": 2304}}),
+        ("exact/restart/2700", {"cached_tokens": 2304, "cached_by": {"storage": 2304}}),
     ],
 )
 def test_an_exact_hit_that_is_too_short_fails(name, values):
@@ -119,26 +120,27 @@ def test_an_exact_hit_that_is_too_short_fails(name, values):
 
 def test_a_stock_hit_may_have_any_length_but_none():
     name = "stock/device/2700"
-    assert judged(changed(name, cached_tokens=256, cached_device=256)) == []
-    assert judged(changed(name, cached_tokens=0, cached_device=0)) == [
+    assert judged(changed(name, cached_tokens=256, cached_by={"device": 256})) == []
+    assert judged(changed(name, cached_tokens=0, cached_by={})) == [
         f"{name}: nothing was cached, this was no hit"
     ]
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "host"),
+    ("name", "sources"),
     [
-        ("exact/device/700", 256, 256),
-        ("exact/host/2700", 256, 2304),
-        ("exact/host/700", 512, 0),
-        ("stock/host/700", 256, 256),
-        ("exact/device/700", 512, 256),
-        ("exact/device/700", 0, 0),
+        ("exact/device/700", {"device": 256, "host": 256}),
+        ("exact/host/2700", {"device": 256, "host": 2304}),
+        ("exact/host/700", {"device": 512}),
+        ("stock/host/700", {"device": 256, "host": 256}),
+        ("exact/device/700", {"device": 512, "host": 256}),
+        ("exact/restart/700", {"host": 512}),
+        ("exact/device/700", {}),
     ],
 )
-def test_a_hit_from_the_wrong_place_fails(name, device, host):
-    (reason,) = judged(changed(name, cached_device=device, cached_host=host))
-    assert f"{device} came from the device and {host} from the host" in reason
+def test_a_hit_from_the_wrong_place_fails(name, sources):
+    (reason,) = judged(changed(name, cached_by=sources))
+    assert f"cached tokens came from {sources}, not all from {HITS[name.split('/')[1]]}" in reason
 
 
 @pytest.mark.parametrize("name", COLD)

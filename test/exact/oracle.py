@@ -7,7 +7,7 @@ in chunks of one page passes through the state at every boundary.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,11 @@ def rows_before(engine, slot: int, boundary: int) -> dict[str, torch.Tensor]:
         name: buffer[slot * size + torch.arange(boundary - rows, boundary) % size].clone()
         for name, buffer, size, rows in ring_buffers(engine)
     }
+
+
+def bytes_of(rows: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """The same rows to send between processes."""
+    return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in rows.items()}
 
 
 def poison_rings(engine) -> None:
@@ -82,6 +87,10 @@ class Run:
     resumed: dict | None = None
     ended: dict | None = None
     at_boundary: dict[int, dict] = field(default_factory=dict)
+
+    def first(self, tokens: int) -> Run:
+        """The same run, had it generated no more than ``tokens``."""
+        return replace(self, output_ids=self.output_ids[:tokens], logits=self.logits[:tokens])
 
 
 class Row(NamedTuple):

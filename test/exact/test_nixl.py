@@ -103,7 +103,7 @@ def empty_memory(engine):
 def file_of(engine, folder, oracle, boundary, pool):
     """The file of the page, or record, that ends at ``boundary``; pool "" is the logical KV page's."""
     key = engine.tree._chain(None, RadixKey(oracle.text))[boundary // 256 - 1]
-    ending = f"_{pool}" if pool else "-tiny"
+    ending = f"_{pool}" if pool else engine.server_args.model_path.replace(os.sep, "-")
     (path,) = (p for p in folder.glob(f"*/*-{key}_*") if p.name.endswith(ending))
     return path
 

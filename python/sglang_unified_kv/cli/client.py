@@ -16,6 +16,10 @@ class ClientError(Exception):
     """The server could not be reached, refused a request, or answered something unexpected."""
 
 
+SOURCES = ("device", "host", "storage")
+"""Where a cached token came from."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """One answer of ``/generate``.
@@ -24,15 +28,13 @@ class Generation:
         output_ids: generated token ids.
         logprobs: natural-log probability of each of them, the engine's float32 values unrounded.
         cached_tokens: prompt tokens that were not computed.
-        cached_device: those of them that were on the device.
-        cached_host: those of them that were loaded from host memory.
+        cached_by: those of them by each of :data:`SOURCES`.
     """
 
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     cached_tokens: int
-    cached_device: int
-    cached_host: int
+    cached_by: dict[str, int]
 
 
 class SGLangClient:
@@ -167,11 +169,10 @@ def _generation(answer: dict[str, Any]) -> Generation:
     if not all(map(_is_float32, logprobs)):
         raise ValueError("a logprob is not a float32 number: it was rounded on the way")
     # SGLang leaves the details out when nothing was cached.
-    details = meta.get("cached_tokens_details") or {"device": 0, "host": 0}
+    details = meta.get("cached_tokens_details") or {}
     return Generation(
         output_ids=output_ids,
         logprobs=logprobs,
         cached_tokens=int(meta["cached_tokens"]),
-        cached_device=int(details["device"]),
-        cached_host=int(details["host"]),
+        cached_by={source: int(details.get(source, 0)) for source in SOURCES},
     )

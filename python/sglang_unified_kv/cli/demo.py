@@ -57,7 +57,7 @@ def demo(
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-unified-kv-")))
         logs = work if keep_logs is None else keep_logs
         logs.mkdir(parents=True, exist_ok=True)
-        sglang, outcomes = _run(console, work / "model", logs)
+        sglang, outcomes = _run(console, work, logs)
     cases = [case for outcome in outcomes for case in outcome.cases]
     cold = {name: n for outcome in outcomes for name, n in outcome.cold_cached_tokens.items()}
     reasons = shortcomings(cold, cases)
@@ -110,7 +110,7 @@ class _Failed(Exception):
         self.process = process
 
 
-def _run(console: Console, model: Path, logs: Path) -> tuple[str, list[Outcome]]:
+def _run(console: Console, work: Path, logs: Path) -> tuple[str, list[Outcome]]:
     """Both servers, side by side. Returns SGLang's version and what they did.
 
     Raises:
@@ -119,7 +119,7 @@ def _run(console: Console, model: Path, logs: Path) -> tuple[str, list[Outcome]]
     from ..reference.model import write_tiny_model
 
     with console.status("writing the tiny model"):
-        write_tiny_model(model)
+        model = write_tiny_model(work / "model")
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     try:
         with (
@@ -131,7 +131,8 @@ def _run(console: Console, model: Path, logs: Path) -> tuple[str, list[Outcome]]
             stories = []
             for server in SERVERS:
                 port = free_port()
-                command, env = launch_command(model, port), environment(server, os.environ)
+                command = launch_command(model, port)
+                env = environment(server, os.environ, storage=work / f"{server}-storage")
                 process = ServerProcess(command, env, logs / f"{server}.log")
                 servers.enter_context(process)
                 console.print(f"{server}: sglang.launch_server is process {process.pid}")
@@ -152,9 +153,10 @@ def _story(
 ) -> tuple[str, Outcome]:
     """Wait for one server and tell it the story. Runs in a thread of its own."""
     from .client import ClientError, SGLangClient
-    from .demo_story import STEPS, tell
+    from .demo_story import STEPS, tell, tell_on
 
-    task = progress.add_task(f"{server}: starting sglang.launch_server", total=1 + STEPS)
+    steps = 1 + STEPS[server]
+    task = progress.add_task(f"{server}: starting sglang.launch_server", total=steps)
 
     def step(text: str) -> None:
         progress.update(task, description=f"{server}: {text}", advance=1)
@@ -166,10 +168,16 @@ def _story(
             healthy = time.monotonic()
             sglang = client.server_info()["version"]
             outcome = tell(server, client, step)
+            if server == "exact":
+                step("stopped and started again")
+                process.restart()
+                process.wait_until(client.healthy, timeout_s=_START_TIMEOUT_S)
+                step("healthy again")
+                tell_on(server, client, step, outcome)
         except (ClientError, ServerFailed) as error:
             raise _Failed(server, process, error) from error
     told = time.monotonic()
-    progress.update(task, description=f"{server}: done", completed=1 + STEPS)
+    progress.update(task, description=f"{server}: done", completed=steps)
     progress.console.print(
         f"{server}: started in {healthy - begun:.1f} s, story took {told - healthy:.1f} s"
     )
@@ -178,10 +186,15 @@ def _story(
     return sglang, outcome
 
 
-def environment(server: str, base: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a server: ``base`` without SGLang's variables, then ours."""
+def environment(server: str, base: Mapping[str, str], *, storage: Path) -> dict[str, str]:
+    """The whole environment of a server: ``base`` without SGLang's variables, then ours.
+
+    Args:
+        storage: folder of the file storage backend.
+    """
     env = {name: value for name, value in base.items() if not name.startswith("SGLANG_")}
     env[REFERENCE_ENGINE] = "1"
+    env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(storage)
     # The two servers share the machine, and such small tensors gain nothing from a second thread.
     env["OMP_NUM_THREADS"] = "1"
     if server == "exact":
@@ -197,6 +210,7 @@ def launch_command(model: Path, port: int) -> list[str]:
         --attention-backend dsv4 --page-size 256 --swa-full-tokens-ratio 0.1 --enable-cache-report
         --enable-hierarchical-cache --hicache-write-policy write_through --hicache-ratio 4
         --hicache-io-backend direct --hicache-mem-layout layer_first
+        --hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete
         --device cpu --skip-tokenizer-init --enable-fp32-lm-head --chunked-prefill-size 512
         --max-total-tokens {POOL_TOKENS} --max-running-requests {SLOTS}
         --host 127.0.0.1 --port {port}

@@ -31,7 +31,7 @@ def draw(cases: Sequence[Case], sglang: str, path: Path) -> None:
     differences = [d for case in cases for d in case.comparison.dlogprobs if d > 0]
     low = math.floor(math.log10(min(differences, default=1e-7)))
     high = math.ceil(math.log10(max(differences, default=1.0)))
-    figure = Figure(figsize=(12, 7.5), layout="constrained")
+    figure = Figure(figsize=(12, 10.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(HITS), len(CACHED_TOKENS), sharex=True, sharey=True)
     for row, hit in zip(panels, HITS, strict=True):

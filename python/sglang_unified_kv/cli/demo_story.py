@@ -1,4 +1,7 @@
-"""The story both servers live through: cold, recycled slots, device hit, eviction, host hit."""
+"""The story both servers live through: cold, recycled slots, device hit, eviction, host hit.
+
+The exact server is then stopped, started again, and asked for the same prompts once more.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .client import Generation, SGLangClient
-from .demo_verdict import CACHED_TOKENS, HITS, Case, compare
+from .demo_verdict import CACHED_TOKENS, Case, compare
 
 POOL_TOKENS = 4096
 """Device KV pool (``--max-total-tokens``), 16 pages: 12 for both prompts, and what SGLang wants free
@@ -20,17 +23,27 @@ EVICTION_TOKENS = 2304
 """9 pages. Two such prompts in turn claim every page. A single one as large as the pool would wait
 forever: SGLang admits a request only where a page more than it needs could be freed."""
 OUTPUT_TOKENS = 64
-STEPS = 3 + 3 * len(CACHED_TOKENS)
-"""Calls of ``step`` in one story."""
+STEPS = {
+    "stock": 3 + 3 * len(CACHED_TOKENS),
+    "exact": 4 + 4 * len(CACHED_TOKENS),
+}
+"""Calls of ``step`` in the story of each server."""
 
 _FIRST_TOKEN, _VOCAB = 6, 1024
 
 
 @dataclass
 class Outcome:
-    """What one server did. Keys of ``cold_cached_tokens`` are ``server/prompt length``."""
+    """What one server did.
+
+    Attributes:
+        cold_cached_tokens: by ``server/prompt length``.
+        cold: the cold answers, by prompt length.
+        cases: every hit.
+    """
 
     cold_cached_tokens: dict[str, int] = field(default_factory=dict)
+    cold: dict[int, Generation] = field(default_factory=dict)
     cases: list[Case] = field(default_factory=list)
 
 
@@ -51,25 +64,41 @@ def tell(server: str, client: SGLangClient, step: Callable[[str], None]) -> Outc
         ClientError: the server failed.
     """
     outcome = Outcome()
-    subjects = {length: prompt(length, length) for length in CACHED_TOKENS}
-    cold = {}
     client.flush_cache()
-    for length, subject in subjects.items():
+    for length in CACHED_TOKENS:
         step(f"cold prompt of {length} tokens")
-        cold[length] = client.generate(subject, max_new_tokens=OUTPUT_TOKENS)
-        outcome.cold_cached_tokens[f"{server}/{length}"] = cold[length].cached_tokens
-    for round_, hit in enumerate(HITS):
+        cold = client.generate(prompt(length, length), max_new_tokens=OUTPUT_TOKENS)
+        outcome.cold[length] = cold
+        outcome.cold_cached_tokens[f"{server}/{length}"] = cold.cached_tokens
+    for round_, hit in enumerate(("device", "host")):
         if hit == "host":
             step("other prompts evict both to the host")
             for seed in (1, 2):
                 client.generate(prompt(seed, EVICTION_TOKENS), max_new_tokens=1)
         step("other requests recycle the slots")
         _recycle_slots(client, first_seed=10 + SLOTS * round_)
-        for length, subject in subjects.items():
-            step(f"{hit} hit of {length} tokens")
-            warm = client.generate(subject, max_new_tokens=OUTPUT_TOKENS)
-            outcome.cases.append(_case(server, hit, length, cold[length], warm))
+        _hit(server, hit, client, outcome, step)
     return outcome
+
+
+def tell_on(
+    server: str, client: SGLangClient, step: Callable[[str], None], outcome: Outcome
+) -> None:
+    """Go on with the story on the restarted server, whose memory tiers are empty.
+
+    Raises:
+        ClientError: the server failed.
+    """
+    _hit(server, "restart", client, outcome, step)
+
+
+def _hit(
+    server: str, hit: str, client: SGLangClient, outcome: Outcome, step: Callable[[str], None]
+) -> None:
+    for length in CACHED_TOKENS:
+        step(f"{hit} hit of {length} tokens")
+        warm = client.generate(prompt(length, length), max_new_tokens=OUTPUT_TOKENS)
+        outcome.cases.append(_case(server, hit, length, outcome.cold[length], warm))
 
 
 def _recycle_slots(client: SGLangClient, first_seed: int) -> None:
@@ -86,7 +115,6 @@ def _case(server: str, hit: str, length: int, cold: Generation, warm: Generation
         hit=hit,
         prompt=length,
         cached_tokens=warm.cached_tokens,
-        cached_device=warm.cached_device,
-        cached_host=warm.cached_host,
+        cached_by=warm.cached_by,
         comparison=compare((cold.output_ids, cold.logprobs), (warm.output_ids, warm.logprobs)),
     )

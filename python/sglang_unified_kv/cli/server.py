@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,10 +28,12 @@ def free_port() -> int:
 class ServerProcess:
     """Runs ``command`` while the ``with`` block does; leaving it ends the whole process group.
 
+    Another thread may restart the process; once the block is left, nothing starts any more.
+
     Args:
         command: program and arguments.
         env: the complete environment of the child; nothing is added to it.
-        log: file that receives stdout and stderr. Overwritten.
+        log: file that receives stdout and stderr. Overwritten, continued by a restart.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
@@ -38,10 +41,28 @@ class ServerProcess:
         self._command = list(command)
         self._env = dict(env)
         self._process: subprocess.Popen[bytes] | None = None
-        self._stopped = False
+        self._stopped = True
+        self._left = False
+        self._lock = threading.Lock()
 
     def __enter__(self) -> ServerProcess:
-        with self.log.open("wb") as log:
+        self._start("wb")
+        return self
+
+    def restart(self) -> None:
+        """End the process group and start the command again.
+
+        Raises:
+            ServerFailed: the ``with`` block was left.
+        """
+        with self._lock:
+            self._end()
+            if self._left:
+                raise ServerFailed("the server was stopped for good")
+            self._start("ab")
+
+    def _start(self, mode: str) -> None:
+        with self.log.open(mode) as log:
             # Its own session: Ctrl-C reaches us alone, and we end the group.
             self._process = subprocess.Popen(
                 self._command,
@@ -51,13 +72,19 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return self
+        self._stopped = False
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        with self._lock:
+            self._left = True
+            self._end()
 
     def stop(self) -> None:
         """End the process group now: SIGTERM to the server, SIGKILL to whatever is left."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
         process = self._process
         if self._stopped:
             # Its id may belong to somebody else by now.
