@@ -20,7 +20,11 @@ pytest.importorskip("nixl._api", exc_type=ImportError)
 PAGES = ("deepseek_v4_c4", "deepseek_v4_c4_indexer", "deepseek_v4_c128")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["direct", "buffered"])
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["direct", "buffered"],
+)
 def direct_io(request, tmp_path_factory):
     """nixl's default, and the other way."""
     if request.param:
