@@ -75,7 +75,15 @@ OBSTACLES = [
         "--hicache-write-policy write_through_selective: set it to write_through",
     ),
     (dict(hicache_host_memory_mode="buffer_only"), "--hicache-host-memory-mode buffer_only"),
-    (dict(hicache_storage_backend="file"), "--hicache-storage-backend file"),
+    (
+        dict(hicache_storage_backend="simm"),
+        "--hicache-storage-backend simm: not supported, it has no batch_exists_v2",
+    ),
+    (
+        dict(hicache_storage_backend="hf3fs"),
+        "--hicache-storage-backend hf3fs: not supported, its transfers were never tried",
+    ),
+    (dict(hicache_storage_backend="sim"), "it simulates hits without bytes; use one of file, nixl"),
     (dict(disable_radix_cache=True), "--disable-radix-cache"),
     (dict(radix_cache_backend="mine"), "--radix-cache-backend mine"),
     (dict(enable_lmcache=True), "--enable-lmcache"),
@@ -231,3 +239,17 @@ def test_engagement_is_recorded_and_replaced():
     engage.engage(ON, GOOD)
     engage.reset()
     assert engage.current() is None
+
+
+@pytest.mark.parametrize("backend", [None, *engage.STORAGE_BACKENDS])
+def test_storage_backends_that_carry_records_engage(backend):
+    assert decide(ON, replace(GOOD, hicache_storage_backend=backend)).state is State.ENGAGED
+
+
+def test_every_storage_backend_of_sglang_is_decided_by_name():
+    from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+
+    names = set(StorageBackendFactory._registry) | {"dynamic"}
+    assert set(engage.STORAGE_BACKENDS) <= names
+    for name in names - set(engage.STORAGE_BACKENDS):
+        assert f"--hicache-storage-backend {name}: not supported" in engage.storage_obstacle(name)

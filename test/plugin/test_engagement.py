@@ -56,7 +56,7 @@ def test_launch_server_is_refused_with_every_reason_before_anything_is_built(for
         argv=flags(
             model,
             *("--enable-hierarchical-cache", "--hicache-write-policy", "write_back"),
-            *("--hicache-storage-backend", "file", "--enable-streaming-session"),
+            *("--hicache-storage-backend", "simm", "--enable-streaming-session"),
         ),
     )
     assert ended.rc == 1
@@ -64,7 +64,8 @@ def test_launch_server_is_refused_with_every_reason_before_anything_is_built(for
     for reason in (
         "SGLANG_DSV4_COMPRESS_STATE_DTYPE=bf16: set it to float32",
         "--hicache-write-policy write_back: set it to write_through",
-        "--hicache-storage-backend file: storage is not supported yet; remove the flag",
+        "--hicache-storage-backend simm: not supported, it has no batch_exists_v2, batch_get_v2 and "
+        "batch_set_v2, which records travel with; use one of file, nixl, mooncake, dynamic",
         "--enable-streaming-session: not supported; remove the flag",
     ):
         assert f"  - {reason}\n" in ended.stderr

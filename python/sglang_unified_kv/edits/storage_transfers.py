@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from .. import engage
 from .series import SERIES
 
@@ -79,6 +77,8 @@ def fetch_record(storage, fetch, keys, restorable) -> None:
     fingerprint="52173938527c3bed",
 )
 def reduce_prefetch_ack(original, self, ack):
+    import torch
+
     original(self, ack)
     transfer = fetch_of(ack.operation)
     groups = self.prefetch_completion_sync_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from .record_pool import RecordHostPool
 
 
+logger = logging.getLogger(__name__)
+
+
 class StorageStrictCache(UnifiedRadixCache):
     """Storage half of the strict cache. All of it runs on the scheduler's thread."""
 
@@ -37,14 +41,17 @@ class StorageStrictCache(UnifiedRadixCache):
     def _bind_storage(self) -> None:
         """File what is stored from now on under what the engine holds now."""
         storage = self.cache_controller.storage_backend
-        if storage is not None:
-            storage.bind(
-                self._record_format(),
-                self.records,
-                self.checkpoints.mover,
-                self.checkpoints.stats,
-                self.page_size,
-            )
+        if storage is None:
+            return
+        record_format = self._record_format()
+        checkpoints = self.checkpoints
+        storage.bind(
+            record_format, self.records, checkpoints.mover, checkpoints.stats, self.page_size
+        )
+        logger.info(
+            "Storage namespace %s: servers share stored prefixes where it is the same.",
+            record_format.namespace.hex(),
+        )
 
     def attach_storage_backend(
         self,
