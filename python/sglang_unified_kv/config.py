@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 BIT_EXACT_HICACHE = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+BIT_EXACT_RADIX = "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX"
 OFFLOAD_PAGE_STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
 CHECKPOINT_HOST_GB = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
 STATE_STAGING_PAGES = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
@@ -53,6 +54,13 @@ class Settings(BaseSettings):
         description="Bit-exact prefix reuse with the hierarchical cache. Default: off.",
         json_schema_extra={"allowed": "0 or 1"},
     )
+    bit_exact_radix: Switch = Field(
+        default=False,
+        alias=BIT_EXACT_RADIX,
+        description="Bit-exact prefix reuse on the device tree alone, with the hierarchical cache "
+        "off. Default: off.",
+        json_schema_extra={"allowed": "0 or 1"},
+    )
     offload_page_stride: int | None = Field(
         default=None,
         ge=1,
@@ -67,7 +75,8 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         alias=CHECKPOINT_HOST_GB,
         description="Host memory for checkpoints. Unit: GB (1e9 bytes) per rank. Default: unset, "
-        "one record per KV host page divided by the stride, at most a quarter of free memory.",
+        "one record per KV host page (without HiCache: device page) divided by the stride, at most "
+        "a quarter of free memory.",
         json_schema_extra={"allowed": "a number > 0, in GB (1e9 bytes) per rank"},
     )
     state_staging_pages: int | None = Field(

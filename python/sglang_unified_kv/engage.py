@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from .config import BIT_EXACT_HICACHE, Settings
+from .config import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +135,19 @@ LAUNCH_CONDITIONS = (
         "a DeepSeek-V4 model (the architecture is {architecture!r}, "
         "model type {model_type!r}; DeepseekV4ForCausalLM is needed, not V4.1)",
     ),
-    Rule(lambda f: f.enable_hierarchical_cache, "--enable-hierarchical-cache"),
 )
+
+TIER_CONDITIONS = {
+    BIT_EXACT_HICACHE: Rule(
+        lambda f: f.enable_hierarchical_cache,
+        f"--enable-hierarchical-cache ({BIT_EXACT_RADIX}=1 is for serving without it)",
+    ),
+    BIT_EXACT_RADIX: Rule(
+        lambda f: not f.enable_hierarchical_cache,
+        f"no --enable-hierarchical-cache ({BIT_EXACT_HICACHE}=1 is for serving with it)",
+    ),
+}
+"""What each switch needs beyond the conditions of both: one of them engages, never both."""
 
 ENVIRONMENT_OBSTACLES = (
     Rule(
@@ -179,11 +190,11 @@ def storage_obstacle(backend: str | None) -> str | None:
 LAUNCH_OBSTACLES = (
     # A captured state is usable once it is on the host, so every page has to be written through.
     Rule(
-        lambda f: f.hicache_write_policy == "write_through",
+        lambda f: not f.enable_hierarchical_cache or f.hicache_write_policy == "write_through",
         "--hicache-write-policy {hicache_write_policy}: set it to write_through",
     ),
     Rule(
-        lambda f: f.hicache_host_memory_mode == "cache",
+        lambda f: not f.enable_hierarchical_cache or f.hicache_host_memory_mode == "cache",
         "--hicache-host-memory-mode {hicache_host_memory_mode}: set it to cache",
     ),
     Rule(
@@ -331,13 +342,17 @@ class Engagement:
 class Refused(ValueError):
     """The feature was asked for, its conditions hold, and something stands in the way.
 
-    ``reasons`` holds every obstacle, one line each.
+    ``reasons`` holds every obstacle, one line each; ``switches`` what asked for it.
     """
 
-    def __init__(self, reasons: Iterable[str]):
+    def __init__(self, reasons: Iterable[str], switches: Iterable[str]):
         self.reasons = tuple(reasons)
         lines = "".join(f"\n  - {reason}" for reason in self.reasons)
-        super().__init__(f"{BIT_EXACT_HICACHE}=1 cannot be honoured:{lines}")
+        super().__init__(f"{_named(switches)} cannot be honoured:{lines}")
+
+
+def _named(switches: Iterable[str]) -> str:
+    return " and ".join(f"{name}=1" for name in switches)
 
 
 def violations(rules: Iterable[Rule], facts: EnvironmentFacts) -> tuple[str, ...]:
@@ -345,11 +360,29 @@ def violations(rules: Iterable[Rule], facts: EnvironmentFacts) -> tuple[str, ...
     return tuple(rule.line(facts) for rule in rules if not rule.ok(facts))
 
 
+def on(settings: Settings) -> tuple[str, ...]:
+    """The switches that are on."""
+    values = {
+        BIT_EXACT_HICACHE: settings.bit_exact_hicache,
+        BIT_EXACT_RADIX: settings.bit_exact_radix,
+    }
+    return tuple(name for name, value in values.items() if value)
+
+
+def missing_conditions(settings: Settings, facts: Facts) -> tuple[str, ...]:
+    """Conditions that do not hold; of those of the single switches only if none of them holds."""
+    missing = violations(ENVIRONMENT_CONDITIONS + LAUNCH_CONDITIONS, facts)
+    switches = on(settings)
+    tiers = violations([TIER_CONDITIONS[name] for name in switches], facts)
+    return missing + (tiers if len(tiers) == len(switches) else ())
+
+
 def decide(settings: Settings, facts: Facts) -> Decision:
     """Pure decision: off -> inert; a condition missing -> inert; an obstacle -> refused."""
-    if not settings.bit_exact_hicache:
+    switches = on(settings)
+    if not switches:
         return Decision(State.INERT)
-    missing = violations(ENVIRONMENT_CONDITIONS + LAUNCH_CONDITIONS, facts)
+    missing = missing_conditions(settings, facts)
     if missing:
         return Decision(State.INERT, missing=missing)
     obstacles = violations(ENVIRONMENT_OBSTACLES + LAUNCH_OBSTACLES, facts)
@@ -390,14 +423,15 @@ def engage(settings: Settings, facts: Facts, *, announce: bool = True) -> Decisi
     _current = None
     decision = decide(settings, facts)
     if decision.state is State.REFUSED:
-        raise Refused(decision.obstacles)
+        raise Refused(decision.obstacles, on(settings))
     if decision.state is State.ENGAGED:
         _current = Engagement(settings, decision)
-        logger.info("Bit-exact HiCache is engaged: %s", settings)
+        tier = "HiCache" if facts.enable_hierarchical_cache else "radix cache"
+        logger.info("Bit-exact %s is engaged: %s", tier, settings)
     elif decision.missing and announce:
         # Not the logger: Engine(...) silences it below errors unless told otherwise.
         warnings.warn(
-            f"{BIT_EXACT_HICACHE}=1 has no effect, SGLang runs as released. "
+            f"{_named(on(settings))} has no effect, SGLang runs as released. "
             f"Missing: {'; '.join(decision.missing)}",
             RuntimeWarning,
             stacklevel=2,

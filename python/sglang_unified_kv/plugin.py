@@ -14,9 +14,10 @@ from collections.abc import Mapping
 
 NAME = "sglang_unified_kv"
 GROUP = "sglang.srt.plugins"
-FEATURES = ("SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE",)
+FEATURES = ("SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE", "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX")
 STRIDE_FLAG = "--hicache-swa-offload-page-stride"
 STRIDE_VARIABLE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
+_OFF = f"{' and '.join(FEATURES)} are off"
 
 
 def is_on(value: str) -> bool:
@@ -102,16 +103,16 @@ def _ignore_stride() -> None:
     if multiprocessing.parent_process() is not None:
         return
     if os.environ.get(STRIDE_VARIABLE):
-        _warn(f"{STRIDE_VARIABLE} is ignored: {FEATURES[0]} is off")
+        _warn(f"{STRIDE_VARIABLE} is ignored: {_OFF}")
     if not _given(sys.argv):
         return
     main = getattr(sys.modules["__main__"], "__spec__", None)
     if main is not None and main.name == "sglang.launch_server":
         sys.argv[:] = _without_stride(sys.argv)
-        _warn(f"{STRIDE_FLAG} is ignored: {FEATURES[0]} is off")
+        _warn(f"{STRIDE_FLAG} is ignored: {_OFF}")
     else:
         # `sglang serve` has copied its arguments before it loads plugins.
-        _warn(f"{STRIDE_FLAG} is unknown while {FEATURES[0]} is off; remove the flag")
+        _warn(f"{STRIDE_FLAG} is unknown while {_OFF}; remove the flag")
 
 
 def _given(argv: list[str]) -> bool:

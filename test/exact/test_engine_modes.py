@@ -6,9 +6,14 @@ from sglang.srt.managers import schedule_policy
 from sglang_unified_kv.checkpoint.manager import CheckpointError
 from sglang_unified_kv.edits import model_runner
 from sglang_unified_kv.edits.active import current_manager
+from sglang_unified_kv.engage import Refused
 from sglang_unified_kv.reference.harness import prompt
 
 PAGE = 256
+RADIX_ONLY = {
+    "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0",
+    "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX": "1",
+}
 
 
 def test_mixed_chunk_starts_chunks_off_page_and_stays_exact(make_engine, oracle, monkeypatch):
@@ -92,3 +97,16 @@ def test_a_stock_engine_after_an_exact_one_is_stock(make_engine):
     with make_engine(stock=True) as engine:
         assert current_manager() is None and type(engine.tree).__name__ == "UnifiedRadixCache"
         engine.run(prompt(1, 300), 1)
+
+
+def test_obstacles_of_the_device_tree_still_refuse(make_engine):
+    with pytest.raises(Refused, match="SGLANG_UNIFIED_KV_BIT_EXACT_RADIX=1 cannot be honoured"):
+        make_engine(hicache=False, enable_streaming_session=True, env=RADIX_ONLY).__enter__()
+
+
+def test_each_switch_engages_where_its_condition_holds(make_engine):
+    both = {name: "1" for name in RADIX_ONLY}
+    for hicache in (True, False):
+        with make_engine(hicache=hicache, env=both) as engine:
+            assert (engine.tree.cache_controller is not None) == hicache
+            assert engine.tree.checkpoints is not None

@@ -13,8 +13,6 @@ import pytest
 from sglang_unified_kv.reference.model import CONFIG
 
 HERE = Path(__file__).parent
-ON = {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1"}
-LOAD = "from sglang.srt.plugins import load_plugins; load_plugins()\n"
 
 
 @dataclass(frozen=True)

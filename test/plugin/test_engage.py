@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang_unified_kv import engage
-from sglang_unified_kv.config import Settings
+from sglang_unified_kv.config import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, Settings
 from sglang_unified_kv.engage import Decision, Facts, Refused, State, decide
 
 ON = Settings(bit_exact_hicache=True)
+RADIX = Settings(bit_exact_radix=True)
+BOTH = Settings(bit_exact_hicache=True, bit_exact_radix=True)
 OFF = Settings()
 
 GOOD = Facts(
@@ -160,6 +162,7 @@ def test_every_rule_and_every_fact_has_a_case_here():
     rules = (
         engage.ENVIRONMENT_CONDITIONS
         + engage.LAUNCH_CONDITIONS
+        + (engage.TIER_CONDITIONS[BIT_EXACT_HICACHE],)
         + engage.ENVIRONMENT_OBSTACLES
         + engage.LAUNCH_OBSTACLES
     )
@@ -184,6 +187,7 @@ def any_facts():
 @given(any_facts())
 def test_property_conditions_first_and_never_engaged_with_an_obstacle(facts):
     conditions = engage.ENVIRONMENT_CONDITIONS + engage.LAUNCH_CONDITIONS
+    conditions += (engage.TIER_CONDITIONS[BIT_EXACT_HICACHE],)
     obstacles = engage.ENVIRONMENT_OBSTACLES + engage.LAUNCH_OBSTACLES
     decision = decide(ON, facts)
     if not all(rule.ok(facts) for rule in conditions):
@@ -192,6 +196,34 @@ def test_property_conditions_first_and_never_engaged_with_an_obstacle(facts):
         clear = all(rule.ok(facts) for rule in obstacles)
         assert decision.state is (State.ENGAGED if clear else State.REFUSED)
     assert decide(OFF, facts) == Decision(State.INERT)
+
+
+@pytest.mark.parametrize("hicache", [True, False])
+def test_each_switch_engages_on_its_side_of_hicache(hicache):
+    facts = replace(GOOD, enable_hierarchical_cache=hicache)
+    assert decide(BOTH, facts).state is State.ENGAGED
+    assert decide(ON if hicache else RADIX, facts).state is State.ENGAGED
+    decision = decide(RADIX if hicache else ON, facts)
+    assert decision.state is State.INERT
+    (line,) = decision.missing
+    assert "--enable-hierarchical-cache" in line
+    assert (BIT_EXACT_HICACHE if hicache else BIT_EXACT_RADIX) in line
+
+
+def test_what_only_hicache_asks_for_does_not_stand_in_the_way_without_it():
+    facts = replace(
+        GOOD,
+        enable_hierarchical_cache=False,
+        hicache_write_policy="write_back",
+        hicache_host_memory_mode="buffer_only",
+    )
+    assert decide(RADIX, facts).state is State.ENGAGED
+
+
+def test_a_refusal_names_the_switches_that_are_on():
+    facts = replace(GOOD, use_ray=True)
+    with pytest.raises(Refused, match=f"{BIT_EXACT_HICACHE}=1 and {BIT_EXACT_RADIX}=1 cannot"):
+        engage.engage(BOTH, facts)
 
 
 def test_off_is_silent():

@@ -1,7 +1,8 @@
 """Loading with the feature asked for: a broken precondition ends the process with its reason."""
 
 import pytest
-from conftest import LOAD, ON
+
+from scripts import LOAD, ON
 
 # A function of ours and the module it lives in, broken in ways an upstream edit would.
 BREAK = """

@@ -1,7 +1,8 @@
 """--hicache-swa-offload-page-stride on SGLang's own parser, carried in the environment."""
 
 import pytest
-from conftest import LOAD, ON
+
+from scripts import LOAD, ON
 
 FLAG = "--hicache-swa-offload-page-stride"
 VARIABLE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"

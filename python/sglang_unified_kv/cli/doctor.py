@@ -90,7 +90,7 @@ def examine(launch_flags: list[str]) -> Report:
 def _requested() -> list[str]:
     if plugin.requested(os.environ):
         return []
-    return [f"{BIT_EXACT_HICACHE} is not set; set it to 1"]
+    return [f"neither {' nor '.join(plugin.FEATURES)} is set; set one of them to 1"]
 
 
 def _settings(report: Report) -> list[str]:
@@ -136,17 +136,18 @@ def _environment_half(report: Report) -> None:
     from ..edits.server_args import environment_facts
 
     facts = environment_facts()
-    _judge(report, engage.ENVIRONMENT_CONDITIONS, engage.ENVIRONMENT_OBSTACLES, facts)
+    missing = engage.violations(engage.ENVIRONMENT_CONDITIONS, facts)
+    _judge(report, missing, engage.ENVIRONMENT_OBSTACLES, facts)
 
 
 def _judge(
     report: Report,
-    conditions: tuple[engage.Rule, ...],
+    missing: tuple[str, ...],
     obstacles: tuple[engage.Rule, ...],
     facts: engage.EnvironmentFacts,
 ) -> None:
     report.facts = asdict(facts)
-    report.checks["conditions"] = list(engage.violations(conditions, facts))
+    report.checks["conditions"] = list(missing)
     report.checks["obstacles"] = list(engage.violations(obstacles, facts))
 
 
@@ -174,7 +175,7 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     report.decision = engage.decide(settings, facts).state.value
     _judge(
         report,
-        engage.ENVIRONMENT_CONDITIONS + engage.LAUNCH_CONDITIONS,
+        engage.missing_conditions(settings, facts),
         engage.ENVIRONMENT_OBSTACLES + engage.LAUNCH_OBSTACLES,
         facts,
     )

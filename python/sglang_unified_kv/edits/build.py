@@ -91,9 +91,15 @@ def build_manager(
     stride = stride_of(settings)
     device = torch.device(pool.device)
     slots = device_slots(settings, cache.page_size, context_tokens)
-    host_pages = cache.cache_controller.mem_pool_host.size // cache.page_size
+    controller = cache.cache_controller
+    if controller is not None:
+        tokens, layout_name = controller.mem_pool_host.size, controller.mem_pool_host.layout
+    else:
+        # Without HiCache the device tree alone has pages.
+        tokens, layout_name = cache.token_to_kv_pool_allocator.size_full, "layer_first"
+    pages = tokens // cache.page_size
     slot_bytes = HEADER_BYTES + layout.record_bytes
-    sizes = torch.tensor([host_records(settings, slot_bytes, host_pages // stride), slots])
+    sizes = torch.tensor([host_records(settings, slot_bytes, pages // stride), slots])
     # Once, so that every rank evicts and drops alike (invariant 2).
     cache._all_reduce(sizes, torch.distributed.ReduceOp.MIN)
     records, slots = sizes.tolist()
@@ -108,9 +114,7 @@ def build_manager(
         stride,
         layout.fingerprint[:16],
     )
-    host_pool = RecordHostPool(
-        records, layout.record_bytes, device, cache.cache_controller.mem_pool_host.layout
-    )
+    host_pool = RecordHostPool(records, layout.record_bytes, device, layout_name)
     mover = RecordMover(layout, host_pool.payload, slots, device)
     host_pool.serve(mover)
     manager = CheckpointManager(

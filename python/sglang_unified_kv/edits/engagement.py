@@ -45,14 +45,16 @@ def decide_in_launcher(original: Any, server_args: Any) -> None:
 )
 def decide_in_rank(original: Any, self: Any, server_args: Any, port_args: Any) -> None:
     launcher = vars(server_args).get(_LAUNCHER_STATE)
-    decision = engage.engage(load_settings(), facts_of(server_args), announce=launcher is None)
+    settings = load_settings()
+    decision = engage.engage(settings, facts_of(server_args), announce=launcher is None)
     if launcher not in (None, decision.state.value):
         engage.reset()
         raise engage.Refused(
             [
                 f"this rank is {decision.state.value} but its launcher was {launcher}: "
                 "give every process the same environment"
-            ]
+            ],
+            engage.on(settings),
         )
     original(self, server_args, port_args)
     _audit()

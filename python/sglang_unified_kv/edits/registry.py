@@ -32,14 +32,19 @@ def create_unified_radix_cache(original, ctx, *, cache_class=None):
     if cache_class not in (None, UnifiedRadixCache):
         raise ValueError(
             f"strict prefix reuse cannot subclass the radix cache {cache_class.__name__}; remove the "
-            "option that selects it or unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+            "option that selects it or unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE and "
+            "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX"
         )
     strict = partial(
         StrictUnifiedRadixCache,
         model=ctx.tp_worker.model_runner.model,
         model_config=ctx.model_config,
     )
-    return original(ctx, cache_class=strict)
+    cache = original(ctx, cache_class=strict)
+    if cache.cache_controller is None:
+        # No HiCache, so SGLang did not ask it to set up host memory.
+        cache.init_checkpoints(ctx.params)
+    return cache
 
 
 OVERRIDES = {

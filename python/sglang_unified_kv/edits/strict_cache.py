@@ -53,11 +53,15 @@ class StrictUnifiedRadixCache(StorageStrictCache):
 
     def init_hicache(self, server_args: ServerArgs, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)
+        self.init_checkpoints(params)
+        self.cache_controller.register_host_pool_entry(self.records.entry())
+        self._bind_storage()
+
+    def init_checkpoints(self, params: CacheInitParams) -> None:
+        """Allocate the checkpoint store and let the hooks of this process act on it."""
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         self.checkpoints, self.records = build_manager(self, pool, self._model_config.context_len)
-        self.cache_controller.register_host_pool_entry(self.records.entry())
         activate(Active(self.checkpoints, pool))
-        self._bind_storage()
         # Builds SGLang's native hash now, seconds before the first request instead of during it.
         get_storage_hash_str(RadixKey(array("q", [0]) * self.page_size), None, self.page_size)
 
@@ -136,6 +140,8 @@ class StrictUnifiedRadixCache(StorageStrictCache):
 
     def release_host_resources(self) -> None:
         activate(None)
+        if self.cache_controller is None:
+            self.records.destroy()
         super().release_host_resources()
 
     def _record_format(self) -> RecordFormat:

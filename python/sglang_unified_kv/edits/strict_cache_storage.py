@@ -40,7 +40,8 @@ class StorageStrictCache(UnifiedRadixCache):
 
     def _bind_storage(self) -> None:
         """File what is stored from now on under what the engine holds now."""
-        storage = self.cache_controller.storage_backend
+        controller = self.cache_controller
+        storage = controller.storage_backend if controller is not None else None
         if storage is None:
             return
         record_format = self._record_format()
