@@ -31,7 +31,7 @@ from sglang_unified_kv.checkpoint.policy import Grid  # noqa: E402
 from sglang_unified_kv.checkpoint.record_format import HEADER_BYTES  # noqa: E402
 
 CACHED = (512, 2048, 7936)
-"""The last with its tail just fits the tiny model's context of 8,192 tokens."""
+"""The last with its tail just fits the reference engine's context of 8,192 tokens."""
 TIERS = ("cold", "device", "host", "storage")
 TAIL = 64
 STRIDES = (1, 4, 8)
