@@ -20,6 +20,7 @@ OFFLOAD_PAGE_STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
 CHECKPOINT_HOST_GB = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
 STATE_STAGING_PAGES = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
 PROVENANCE = "SGLANG_UNIFIED_KV_PROVENANCE"
+DBG_CHECKSUM = "SGLANG_SWA_DBG_CHECKSUM"
 
 
 class ConfigError(ValueError):
@@ -93,6 +94,13 @@ class Settings(BaseSettings):
         description="When two runs computed the same tokens: attach a missing checkpoint of one "
         "run to the pages of the other ('live', counted) or drop it ('strict'). Default: live.",
         json_schema_extra={"allowed": "live or strict"},
+    )
+    dbg_checksum: Switch = Field(
+        default=False,
+        alias=DBG_CHECKSUM,
+        description="Read every restore back from the device and compare it with its capture. Waits "
+        "for the device: for debugging. Default: off.",
+        json_schema_extra={"allowed": "0 or 1"},
     )
 
     @classmethod

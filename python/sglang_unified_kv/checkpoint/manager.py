@@ -31,6 +31,7 @@ from .staging import RecordMover
 from .stats import Stats
 from .storage import StorageTraffic
 from .store import CheckpointStore, Record
+from .verify import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class CheckpointManager:
         rings: the engine's rings, in the order of the layout's sections.
         policy: chooses boundaries.
         strict_provenance: attach a capture only to pages of the same run (``SGLANG_UNIFIED_KV_PROVENANCE``).
+        verify: compare every restore with its capture (``SGLANG_SWA_DBG_CHECKSUM``).
 
     Raises:
         ValueError: the rings do not fit the layout.
@@ -92,6 +94,7 @@ class CheckpointManager:
         policy: PlacementPolicy,
         *,
         strict_provenance: bool,
+        verify: bool = False,
     ):
         check_layout(mover.layout, list(rings))
         self.store = store
@@ -103,6 +106,10 @@ class CheckpointManager:
         self.storage = StorageTraffic(store, self.stats)
         self._pending = PendingCaptures(store)
         self._publisher = Publisher(store, self._pending, self.stats, strict=strict_provenance)
+        self.verifier = Verifier(mover, self.rings) if verify else None
+        if self.verifier is not None:
+            mover.on_save = self.verifier.captured
+            self.storage.on_fetched = self.verifier.fetched
         self._warned: set[str] = set()
         self._generation: dict[int, int] = {}
         self._step: _Step | None = None
@@ -215,7 +222,11 @@ class CheckpointManager:
             return
         self._armed = step.ran = True
         if step.restores:
-            restore(step.restores, self.rings, self.mover)
+            verifier = self.verifier
+            landed = verifier.landed if verifier is not None else None
+            restore(step.restores, self.rings, self.mover, landed)
+            if verifier is not None:
+                verifier.restored(step.restores)
             self.stats.restored += len(step.restores)
         if step.interior:
             step.interior_gather = InteriorCapture(step.interior, self.mover)
@@ -289,7 +300,10 @@ class CheckpointManager:
         """The request gave its row back, in whatever way: nothing of it may stay pinned or pending."""
         self._drop_request(rid)
         self._publisher.forget(rid)
-        self.stats.discarded += self._pending.release(rid)
+        discarded = self._pending.release(rid)
+        self.stats.discarded += discarded
+        if discarded and self.verifier is not None:
+            logger.info("BIND-MISS rid=%s captures=%d", rid, discarded)
 
     def reset(self) -> None:
         """Forget every checkpoint. The engine is idle: no batch is in flight."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .rings import Ring, RowIndex, upload
@@ -18,15 +19,25 @@ class Restore:
     record: Record
 
 
-def restore(restores: list[Restore], rings: list[Ring], mover: RecordMover) -> None:
+def restore(
+    restores: list[Restore],
+    rings: list[Ring],
+    mover: RecordMover,
+    landed: Callable[[list[int], list[Restore]], None] | None = None,
+) -> None:
     """Write every record's rows into its slot, on the current stream.
 
     The caller holds the order: after the engine reset the slot, before anything reads it.
+
+    Args:
+        landed: told the staging slots and restores of each wave once their copies are queued.
     """
     for first in range(0, len(restores), mover.staging_slots):
         wave = restores[first : first + mover.staging_slots]
         staged = mover.take(len(wave))
         mover.load([r.record.slot for r in wave], staged)
+        if landed is not None:
+            landed(staged, wave)
         index = RowIndex([(r.slot, r.record.boundary) for r in wave], mover.device)
         slots = upload(staged, mover.device)
         for source, ring in zip(mover.sections, rings, strict=True):

@@ -7,6 +7,8 @@ read it. A storage thread is on no stream, so it waits for a slot's events befor
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .layout import CheckpointLayout
@@ -39,6 +41,8 @@ class RecordMover:
         self._staging = torch.zeros(
             (staging_slots, layout.record_bytes), dtype=torch.uint8, device=device
         )
+        # Told (staging slots, host slots) before records are copied to the host; for debugging.
+        self.on_save: Callable[[list[int], list[int]], None] | None = None
         self._next = 0
         self._held: set[int] = set()
         self._staging_busy: dict[int, object] = {}
@@ -68,6 +72,8 @@ class RecordMover:
 
     def save(self, staging: list[int], host: list[int]) -> None:
         """Copy staged records to host slots, behind what the current stream has gathered so far."""
+        if self.on_save is not None:
+            self.on_save(staging, host)
         gathered = self._record(self._module.current_stream())
         self._copy_stream.wait_event(gathered)
         with self._module.stream(self._copy_stream):

@@ -7,7 +7,7 @@ SGLang's storage threads between those calls; a slot belongs to them from :meth:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .stats import Stats
@@ -68,6 +68,8 @@ class StorageTraffic:
         self._stats = stats
         # So that slow storage can never starve captures of slots.
         self.most_saving = max(store.capacity // 2, 1)
+        # Told the host slot of a record that was fetched and published; for debugging.
+        self.on_fetched: Callable[[int], None] | None = None
         self._saves: set[Save] = set()
         self._fetches: set[Fetch] = set()
 
@@ -143,6 +145,8 @@ class StorageTraffic:
                 self._stats.mixed += key in self._store
                 continue
             del fetch.slots[(boundary - 1) // FETCH_SPAN]
+            if self.on_fetched is not None:
+                self.on_fetched(slot)
             self._store.publish(key, tokens, slot, replace=False, mixed=not own_pages)
             self._stats.fetched += 1
             self._stats.mixed += not own_pages

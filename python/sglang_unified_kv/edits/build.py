@@ -123,6 +123,7 @@ def build_manager(
         rings,
         Grid(cache.page_size, stride),
         strict_provenance=settings.provenance == "strict",
+        verify=settings.dbg_checksum,
     )
     return manager, host_pool
 

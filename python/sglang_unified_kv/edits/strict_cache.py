@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from ..checkpoint.record_format import RecordFormat
+
+
+logger = logging.getLogger(__name__)
 
 
 class StrictUnifiedRadixCache(StorageStrictCache):
@@ -87,6 +91,9 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         gated = gate(match, lambda limit: store.deepest(chain, limit), len(key))
         for boundary in (gated.device, gated.total):
             self._touch(chain, boundary)
+        if gated.rejected and self.checkpoints.verifier is not None:
+            rid = params.req.rid if params.req is not None else None
+            logger.info("reuse_reject rid=%s tree=%d used=%d", rid, gated.rejected, gated.total)
         return gated.at_total._replace(
             device_prefix_len=gated.device,
             last_device_node=gated.at_device.last_device_node,
