@@ -13,6 +13,10 @@ import xxhash
 from .layout import FORMAT_VERSION
 
 _COLUMNS = 1024
+_CHUNK_ROWS = 16384
+"""Rows multiplied at a time, 128 MiB, which bounds the scratch memory."""
+_SPREAD = 0x1E3779B97F4A7C15
+"""2**61 divided by the golden ratio: multiples of it spread over the 64-bit integers."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +55,37 @@ class Identity:
 def weights_digest(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Hex digest over names, dtypes, shapes and values of tensors, computed where they live.
 
-    The values enter as column sums of their bytes, read as 64-bit integers of ``[rows, 1024]``: exact
-    integer arithmetic, so the digest is the same on every device, and one pass over the memory.
+    The values enter as column sums of their bytes, read as rows of 1024 64-bit integers, each row times an
+    odd number of its own: exact integer arithmetic, the same on every device, and one pass over the memory.
     """
-    digest = xxhash.xxh3_128()
+    digest, sums = xxhash.xxh3_128(), []
     for name, tensor in sorted(named, key=lambda item: item[0]):
         shape = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{tensor.stride()}\0"
         digest.update(shape.encode())
-        digest.update(_column_sums(tensor.detach()).cpu().numpy().tobytes())
+        sums.append(_column_sums(tensor.detach()))
+    # One transfer, not one for every tensor.
+    for device in sorted({str(part.device) for part in sums}):
+        parts = [part for part in sums if str(part.device) == device]
+        digest.update(torch.stack(parts).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 def _column_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 ``[columns]``, wrapping around, of the tensor's bytes."""
+    """int64 ``[_COLUMNS]``, wrapping around, of the tensor's bytes."""
     # In memory order: a transposed weight is not copied.
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     flat = tensor.permute(order).contiguous().view(-1).view(torch.uint8)
-    whole = flat.numel() // 8 * 8
-    words = flat[:whole].view(torch.int64)
-    full = words.numel() // _COLUMNS * _COLUMNS
-    sums = torch.zeros(_COLUMNS + 8, dtype=torch.int64, device=tensor.device)
-    sums[:_COLUMNS] = words[:full].view(-1, _COLUMNS).sum(0)
-    sums[: words.numel() - full] += words[full:]
-    sums[_COLUMNS : _COLUMNS + flat.numel() - whole] = flat[whole:].long()
-    return sums
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    row_bytes = 8 * _COLUMNS
+    whole = flat.numel() // row_bytes * row_bytes
+    rows = flat[:whole].view(torch.int64).view(-1, _COLUMNS)
+    sums = torch.zeros(_COLUMNS, dtype=torch.int64, device=tensor.device)
+    for first in range(0, len(rows), _CHUNK_ROWS):
+        chunk = rows[first : first + _CHUNK_ROWS]
+        index = torch.arange(first, first + len(chunk), device=tensor.device)
+        # Odd multipliers lose no bit and differ between rows, so that rows cannot change places.
+        sums += (chunk * (index * _SPREAD | 1)[:, None]).sum(0)
+    rest = torch.zeros(row_bytes, dtype=torch.uint8, device=tensor.device)
+    rest[: flat.numel() - whole] = flat[whole:]
+    return sums + rest.view(torch.int64) * (len(rows) * _SPREAD | 1)

@@ -13,11 +13,6 @@ from dataclasses import dataclass, field
 from .stats import Stats
 from .store import CheckpointStore, Record
 
-FETCH_SPAN = 128
-"""Pages per record of a fetch: SGLang reads a prefix in batches of 128 pages and tells the ranks' common
-progress after each, so a fetch that is cut short keeps what the batches before brought."""
-
-
 @dataclass(eq=False)
 class Save:
     """Records on their way to storage, pinned.
@@ -33,19 +28,23 @@ class Save:
 class Fetch:
     """Room for records that one prefetch may bring, and what it brought.
 
-    Boundaries count pages from the start of the prefetch, as its keys do.
+    Boundaries count pages from the start of the prefetch, as its keys do. SGLang reads a prefix in batches
+    and tells the ranks' common progress after each, so one record per batch is what a prefetch that is cut
+    short keeps.
 
     Attributes:
         start: tokens before the prefetched span, a page boundary.
-        resident: boundaries whose record is in memory already.
-        slots: host slots by batch of :data:`FETCH_SPAN` pages; a batch without one brings no record.
+        span: pages per batch.
+        resident: boundary -> key, of records that are in memory already.
+        slots: host slots by batch; a batch without one brings no record.
         arrived: boundary -> host slot of a verified record, None for a resident one. Written by the
             storage thread before it tells the batch's progress.
         pages_read: pages of the batches read so far. Storage thread only.
     """
 
     start: int
-    resident: frozenset[int]
+    span: int
+    resident: dict[int, str] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
     arrived: dict[int, int | None] = field(default_factory=dict)
     pages_read: int = 0
@@ -61,6 +60,10 @@ class StorageTraffic:
     Args:
         store: where the records live.
         stats: counts outcomes.
+
+    Attributes:
+        saving: records pinned for storage.
+        most_saving: their bound.
     """
 
     def __init__(self, store: CheckpointStore, stats: Stats):
@@ -70,13 +73,9 @@ class StorageTraffic:
         self.most_saving = max(store.capacity // 2, 1)
         # Told the host slot of a record that was fetched and published; for debugging.
         self.on_fetched: Callable[[int], None] | None = None
+        self.saving = 0
         self._saves: set[Save] = set()
         self._fetches: set[Fetch] = set()
-
-    @property
-    def saving(self) -> int:
-        """Records pinned for storage."""
-        return sum(len(save.records) for save in self._saves)
 
     @property
     def fetching(self) -> int:
@@ -93,11 +92,12 @@ class StorageTraffic:
             record = self._store.get(key)
             if record is None or record.stored:
                 continue
-            if self.saving + len(records) >= self.most_saving:
+            if self.saving >= self.most_saving:
                 self._stats.save_dropped += 1
                 continue
             record.stored = True
             self._store.pin(key)
+            self.saving += 1
             records.append(record)
         if not records:
             return None
@@ -109,6 +109,7 @@ class StorageTraffic:
         """Storage is done with the records, well or badly. Void after :meth:`clear`."""
         if save in self._saves:
             self._saves.remove(save)
+            self.saving -= len(save.records)
             for record in save.records:
                 self._store.unpin(record)
 
@@ -117,18 +118,22 @@ class StorageTraffic:
 
         Returns False if not one record could arrive, which makes the pages useless.
         """
-        for batch in reversed(range(-(-pages // FETCH_SPAN))):
+        for batch in reversed(range(-(-pages // fetch.span))):
+            if min((batch + 1) * fetch.span, pages) in fetch.resident:
+                continue  # nothing deeper can come
             slot = self._store.reserve()
             if slot is None:
                 break
             fetch.slots[batch] = slot
+        # What had to make room is read from storage after all.
+        fetch.resident = {b: key for b, key in fetch.resident.items() if key in self._store}
         if not fetch.slots and not fetch.resident:
             return False
         self._fetches.add(fetch)
         return True
 
     def publish(self, fetch: Fetch, keys: Sequence[str], pages: int, *, own_pages: bool) -> None:
-        """The tree holds the first ``pages`` prefetched pages: offer the records that came with them.
+        """The first ``pages`` prefetched pages were given to the tree: offer the records that came along.
 
         Args:
             keys: page hashes of the prefetched span.
@@ -144,7 +149,7 @@ class StorageTraffic:
             if slot is None:
                 self._stats.mixed += key in self._store
                 continue
-            del fetch.slots[(boundary - 1) // FETCH_SPAN]
+            del fetch.slots[(boundary - 1) // fetch.span]
             if self.on_fetched is not None:
                 self.on_fetched(slot)
             self._store.publish(key, tokens, slot, replace=False, mixed=not own_pages)
@@ -166,6 +171,8 @@ class StorageTraffic:
     def finish_all(self) -> None:
         """The storage threads have stopped and nothing will be told any more."""
         for save in list(self._saves):
+            for record in save.records:
+                record.stored = False
             self.saved(save)
         for fetch in list(self._fetches):
             self.fetched(fetch)
@@ -173,6 +180,7 @@ class StorageTraffic:
     def clear(self) -> None:
         """Forget everything, after the store was cleared."""
         self._saves.clear()
+        self.saving = 0
         self._fetches.clear()
 
     def check_idle(self) -> None:

@@ -84,7 +84,7 @@ class CheckpointStore:
         Returns None when every slot is reserved or pinned.
         """
         if not self._free:
-            victim = next((r for r in self._records.values() if r.pins == 0), None)
+            victim = self._oldest_unpinned()
             if victim is None:
                 return None
             self.remove(victim.key)
@@ -92,6 +92,15 @@ class CheckpointStore:
         slot = self._free.pop()
         self._reserved.add(slot)
         return slot
+
+    def _oldest_unpinned(self) -> Record | None:
+        # A pinned record is in use: it becomes the youngest, so that it is passed over once, not each time.
+        for _ in range(len(self._records)):
+            key, record = next(iter(self._records.items()))
+            if record.pins == 0:
+                return record
+            self._records.move_to_end(key)
+        return None
 
     def discard(self, slot: int) -> None:
         """Give a reserved slot back unpublished."""

@@ -150,7 +150,7 @@ def record_format_of(
             if isinstance(entry.host_pool, DeepSeekV4PagedHostPool)
         ),
         model=json.dumps(settings, sort_keys=True, default=str),
-        weights=weights_digest(model.named_parameters()),
+        weights=weights_digest(model.state_dict().items()),
         ranks=(parallel.tp_size, parallel.attn_tp_size),
         bigram=cache.tree_core.is_eagle,
     )

@@ -23,7 +23,12 @@ def create_backend(original, cls, backend_name, storage_config, mem_pool_host, *
     # Read before a dynamic backend takes its part of the configuration.
     sealed = seals_pages(backend_name, storage_config.extra_config or {})
     backend = original(cls, backend_name, storage_config, mem_pool_host, **kwargs)
-    return StrictStorage(backend, seal_pages=sealed)
+    try:
+        return StrictStorage(backend, seal_pages=sealed)
+    except ValueError:
+        if hasattr(backend, "close"):
+            backend.close()
+        raise
 
 
 @SERIES.wrap(
@@ -54,9 +59,7 @@ def fetch_record(storage, fetch, keys, restorable) -> None:
     """
     first = fetch.pages_read
     fetch.pages_read += len(keys)
-    from ..checkpoint.storage import FETCH_SPAN
-
-    slot = fetch.slots.get(first // FETCH_SPAN)
+    slot = fetch.slots.get(first // fetch.span)
     page = storage.page_size
     for boundary in sorted((b for b in restorable if first < b <= fetch.pages_read), reverse=True):
         if boundary in fetch.resident:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageExtraInfo,
@@ -24,7 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from ..checkpoint.record_format import TRAILER_BYTES, RecordFormat, page_trailer
-from ..checkpoint.storage import FETCH_SPAN, Fetch, Save
+from ..checkpoint.storage import Fetch, Save
 from .record_pool import RECORD_POOL, RecordHostPool
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ class StrictStorage(HiCacheStorage):
         self._backend = backend
         self._seal_pages = seal_pages
         self._sealed: dict[PoolName, SealedPool] = {}
+        # While True nothing is found, read or written: the namespace is not that of the loaded weights.
+        self.suspended = True
         self._lock = threading.Lock()
 
     def bind(
@@ -171,6 +174,7 @@ class StrictStorage(HiCacheStorage):
         self._stats = stats
         self.page_size = page_size
         self._prefix = record_format.namespace.hex() + "-"
+        self.suspended = False
 
     def __getattr__(self, name):
         # Whatever else a backend offers (close, reports): its own.
@@ -204,13 +208,16 @@ class StrictStorage(HiCacheStorage):
         with self._lock:
             setattr(self._stats, counter, getattr(self._stats, counter) + by)
 
-    def _guarded(self, what: str, otherwise, call: Callable, *args):
+    def _guarded(self, what: str, otherwise, call: Callable, *args, say: bool = True):
+        if self.suspended:
+            return otherwise
         try:
             return call(*args)
         except Exception as error:
-            # Not a failure of ours to hide: one line, one count, and the caller sees a miss.
+            # Not a failure of ours to hide: counted, said, and the caller sees a miss.
             self._count("storage_errors", 1)
-            logger.warning("HiCache storage: %s failed, counted as a miss: %r", what, error)
+            if say:
+                logger.warning("HiCache storage: %s failed, counted as a miss: %r", what, error)
             return otherwise
 
     # -- pages: the calls of SGLang's threads
@@ -280,7 +287,8 @@ class StrictStorage(HiCacheStorage):
             if not result.kv_hit_pages:
                 break
             stored.add(result.kv_hit_pages)
-            limit = (result.kv_hit_pages - 1) // FETCH_SPAN * FETCH_SPAN
+            span = cache_controller.STORAGE_BATCH_SIZE
+            limit = (result.kv_hit_pages - 1) // span * span
         return stored
 
     def batch_get_v2(self, transfers, extra_info=None) -> dict[str, list[bool]]:
@@ -304,8 +312,9 @@ class StrictStorage(HiCacheStorage):
             size = len(transfer.host_indices) // len(keys) if keys else 0
             done: list[bool] = []
             # Backends with bounce buffers take a batch at a time.
-            for first in range(0, len(keys), FETCH_SPAN):
-                last = min(first + FETCH_SPAN, len(keys))
+            span = cache_controller.STORAGE_BATCH_SIZE
+            for first in range(0, len(keys), span):
+                last = min(first + span, len(keys))
                 indices = transfer.host_indices[first * size : last * size]
                 batch = PoolTransfer(transfer.name, indices, keys=keys[first:last])
                 done += self._move_batch(what, call, batch, size, extra_info)
@@ -313,29 +322,38 @@ class StrictStorage(HiCacheStorage):
         return results
 
     def _move_batch(self, what: str, call, transfer, size: int, extra_info) -> list[bool]:
+        """Move at most one batch; what raises or does not verify is False."""
+        keys, indices = transfer.keys, transfer.host_indices
+        moved = self._attempt(what, call, transfer, size, extra_info, say=True)
+        if moved is not None or len(keys) == 1:
+            return moved or [False]
+        # One bad object must not cost those in front of it; behind it nothing counts, and a backend that
+        # is down must not be asked again for each.
+        done: list[bool] = []
+        for i, key in enumerate(keys):
+            one = PoolTransfer(transfer.name, indices[i * size : (i + 1) * size], keys=[key])
+            moved = self._attempt(what, call, one, size, extra_info, say=False)
+            if moved is None:
+                break
+            done += moved
+        return done + [False] * (len(keys) - len(done))
+
+    def _attempt(self, what, call, transfer, size, extra_info, *, say) -> list[bool] | None:
         keys, indices = transfer.keys, transfer.host_indices
         pages = dict(zip(indices[::size].tolist(), keys, strict=True))
         sealed = self._sealed.get(transfer.name)
         if sealed is not None:
             sealed.expect(self._format.namespace, pages)
-        batch = PoolTransfer(transfer.name, indices, keys=self._named(keys))
-        done = self._guarded(what, None, call, [batch], self._info(extra_info))
+
+        def move():
+            named = PoolTransfer(transfer.name, indices, keys=self._named(keys))
+            arrived = call([named], self._info(extra_info))[transfer.name]
+            return [bool(ok) for _, ok in zip(keys, arrived, strict=True)]
+
+        done = self._guarded(what, None, move, say=say)
         bad = set() if sealed is None else sealed.rejected(pages)
         if done is None:
-            if len(keys) == 1:
-                return [False]
-            # One bad object must not cost the others of its batch.
-            return [
-                ok
-                for i, key in enumerate(keys)
-                for ok in self._move_batch(
-                    what,
-                    call,
-                    PoolTransfer(transfer.name, indices[i * size : (i + 1) * size], keys=[key]),
-                    size,
-                    extra_info,
-                )
-            ]
+            return None
         if bad:
             self._count("pages_rejected", len(bad))
             logger.warning(
@@ -346,8 +364,7 @@ class StrictStorage(HiCacheStorage):
                 transfer.name,
                 next(pages[i] for i in pages if i in bad),
             )
-        arrived = done[transfer.name]
-        return [bool(ok) and i not in bad for i, ok in zip(pages, arrived, strict=True)]
+        return [ok and i not in bad for i, ok in zip(pages, done, strict=True)]
 
     # -- records
 
