@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from .config import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, Settings
+from .config import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, PROVENANCE, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,11 @@ def storage_obstacle(backend: str | None) -> str | None:
         f"use one of {', '.join(STORAGE_BACKENDS)}"
     )
 
+
+STRICT_PROVENANCE_WITH_STORAGE = (
+    f"{PROVENANCE}=strict with a storage backend: storage may pair pages and records of different "
+    "runs; unset one of them"
+)
 
 LAUNCH_OBSTACLES = (
     # A captured state is usable once it is on the host, so every page has to be written through.
@@ -386,6 +391,8 @@ def decide(settings: Settings, facts: Facts) -> Decision:
     if missing:
         return Decision(State.INERT, missing=missing)
     obstacles = violations(ENVIRONMENT_OBSTACLES + LAUNCH_OBSTACLES, facts)
+    if settings.provenance == "strict" and facts.hicache_storage_backend is not None:
+        obstacles += (STRICT_PROVENANCE_WITH_STORAGE,)
     if obstacles:
         return Decision(State.REFUSED, obstacles=obstacles)
     return Decision(State.ENGAGED)

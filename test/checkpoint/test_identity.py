@@ -85,6 +85,27 @@ def test_shape_dtype_and_names_count(changed):
     assert digest(**changed) != digest()
 
 
+@pytest.mark.parametrize("width", [1024, 4096, 5120, 7168])
+def test_rows_that_change_places_change_the_digest(width):
+    weight = torch.randn(64, width, generator=torch.manual_seed(0)).to(torch.bfloat16)
+    for left, right in ((3, 5), (3, 7), (0, 63), (8, 40)):
+        swapped = weight.clone()
+        swapped[[left, right]] = weight[[right, left]]
+        assert digest(a=swapped) != digest(a=weight)
+
+
+def test_a_slice_of_a_larger_buffer_has_the_digest_of_its_copy():
+    buffer = torch.randn(4097, generator=torch.manual_seed(0)).to(torch.bfloat16)
+    assert digest(b=buffer[1:]) == digest(b=buffer[1:].clone())
+
+
+def test_chunks_of_a_large_weight_do_not_show(monkeypatch):
+    weight = torch.randn(100, 4096, generator=torch.manual_seed(0))
+    whole = digest(a=weight)
+    monkeypatch.setattr(identity_module, "_CHUNK_ROWS", 7)
+    assert digest(a=weight) == whole
+
+
 def test_a_transposed_weight_is_read_where_it_lies(monkeypatch):
     def copied(self, *_):
         raise AssertionError("copied")

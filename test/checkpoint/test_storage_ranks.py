@@ -46,7 +46,7 @@ def test_only_records_that_every_rank_got_within_the_common_progress_count():
     # The third rank is a batch ahead: what it got behind the common progress is told later.
     pages = [4, 4, 4]
     for got in arrived:
-        fetch = Fetch(0, frozenset())
+        fetch = Fetch(0, 128)
         fetch.arrived.update(got)
         fetches.append(fetch)
 
@@ -78,20 +78,20 @@ class Storage:
 
 
 def test_the_deepest_record_that_verifies_is_taken():
-    storage, fetch = Storage("b"), Fetch(512, frozenset(), {0: 7})
+    storage, fetch = Storage("b"), Fetch(512, 128, slots={0: 7})
     fetch_record(storage, fetch, list("abcd"), restorable=[1, 2, 4])
     assert storage.asked == [("d", 512 + 4 * PAGE, 7), ("b", 512 + 2 * PAGE, 7)]
     assert fetch.arrived == {2: 7} and fetch.pages_read == 4
 
 
 def test_records_behind_the_pages_that_arrived_are_not_asked_for():
-    storage, fetch = Storage(*"abcd"), Fetch(0, frozenset(), {0: 7})
+    storage, fetch = Storage(*"abcd"), Fetch(0, 128, slots={0: 7})
     fetch_record(storage, fetch, list("abc"), restorable=[1, 4])
     assert storage.asked == [("a", PAGE, 7)] and fetch.usable(3) == 1
 
 
 def test_a_resident_record_needs_no_slot():
-    storage, fetch = Storage(*"abcd"), Fetch(0, frozenset([3]), {})
+    storage, fetch = Storage(*"abcd"), Fetch(0, 128, {3: "c"})
     fetch_record(storage, fetch, list("abcd"), restorable=[1, 2, 3])
     assert storage.asked == [] and fetch.arrived == {3: None}
 
@@ -99,6 +99,6 @@ def test_a_resident_record_needs_no_slot():
 def test_the_operation_of_a_prefetch_is_told_from_others():
     operation = PrefetchOperation(SimpleNamespace(rid="r"), [1] * PAGE)
     assert fetch_of(operation) is None
-    transfer = FetchTransfer(Fetch(0, frozenset()))
+    transfer = FetchTransfer(Fetch(0, 128))
     operation.pool_transfers = [transfer]
     assert fetch_of(operation) is transfer

@@ -1,7 +1,6 @@
 """Pins and slots of records on their way to and from storage."""
 
 import pytest
-from sglang_unified_kv.checkpoint import storage as storage_module
 from sglang_unified_kv.checkpoint.stats import Stats
 from sglang_unified_kv.checkpoint.storage import Fetch, StorageTraffic
 from sglang_unified_kv.checkpoint.store import CheckpointStore
@@ -62,10 +61,9 @@ def test_a_replaced_record_is_freed_when_saved(store, traffic):
     assert store.pinned == 0
 
 
-def test_a_fetch_reserves_a_slot_per_batch_deepest_first(store, traffic, monkeypatch):
-    monkeypatch.setattr(storage_module, "FETCH_SPAN", 2)
+def test_a_fetch_reserves_a_slot_per_batch_deepest_first(store, traffic):
     pinned = [store.reserve() for _ in range(6)]
-    fetch = Fetch(0, frozenset())
+    fetch = Fetch(0, span=2)
     assert traffic.fetch(fetch, 7) and set(fetch.slots) == {3, 2}
     traffic.fetched(fetch)
     for slot in pinned:
@@ -75,15 +73,41 @@ def test_a_fetch_reserves_a_slot_per_batch_deepest_first(store, traffic, monkeyp
 
 
 def test_a_fetch_without_any_slot_is_declined_unless_records_are_resident(store, traffic):
-    for _ in range(8):
+    publish(store, "b")
+    store.pin("b")
+    for _ in range(7):
         store.reserve()
-    assert not traffic.fetch(Fetch(0, frozenset()), 4)
-    assert traffic.fetch(Fetch(0, frozenset([2])), 4)
+    assert not traffic.fetch(Fetch(0, 128), 4)
+    assert traffic.fetch(Fetch(0, 128, {2: "b"}), 4)
 
 
-def test_what_arrived_is_published_and_the_rest_given_back(store, traffic, monkeypatch):
-    monkeypatch.setattr(storage_module, "FETCH_SPAN", 2)
-    fetch = Fetch(512, frozenset())
+def test_a_batch_that_ends_at_a_resident_record_needs_no_slot(store, traffic):
+    publish(store, "b", "c")
+    fetch = Fetch(0, 2, {2: "b", 3: "c"})
+    assert traffic.fetch(fetch, 4) and set(fetch.slots) == {1}
+    whole = Fetch(0, 2, {2: "b", 3: "c"})
+    assert traffic.fetch(whole, 3) and not whole.slots
+
+
+def test_a_resident_record_that_had_to_make_room_is_read_from_storage(traffic):
+    small = CheckpointStore(1, PAGE)
+    traffic = StorageTraffic(small, Stats())
+    publish(small, "a")
+    fetch = Fetch(0, 128, {1: "a"})
+    assert traffic.fetch(fetch, 4)
+    assert fetch.slots and not fetch.resident and "a" not in small
+
+
+def test_pinned_records_are_passed_over_once(store):
+    publish(store, *"abcdefgh")
+    for key in "abc":
+        store._records[key].pins = 1
+    store.reserve()
+    assert [r.key for r in store._records.values()] == list("efghabc")
+
+
+def test_what_arrived_is_published_and_the_rest_given_back(store, traffic):
+    fetch = Fetch(512, span=2)
     traffic.fetch(fetch, 6)
     fetch.arrived.update({2: fetch.slots[0], 4: fetch.slots[1], 6: fetch.slots[2]})
     assert fetch.usable(5) == 4 and fetch.usable(1) == 0
@@ -97,13 +121,13 @@ def test_what_arrived_is_published_and_the_rest_given_back(store, traffic, monke
 
 def test_records_of_another_run_than_their_pages_are_mixed(store, traffic):
     publish(store, "v")
-    fetch = Fetch(0, frozenset([2]))
+    fetch = Fetch(0, 128, {2: "v"})
     traffic.fetch(fetch, 2)
     fetch.arrived.update({2: None})
     traffic.publish(fetch, list("uv"), 2, own_pages=True)
     assert traffic._stats.mixed == 1
     traffic.fetched(fetch)
-    other = Fetch(0, frozenset())
+    other = Fetch(0, 128)
     traffic.fetch(other, 1)
     other.arrived[1] = other.slots[0]
     traffic.publish(other, ["w"], 1, own_pages=False)
@@ -111,7 +135,7 @@ def test_records_of_another_run_than_their_pages_are_mixed(store, traffic):
 
 
 def test_a_record_in_memory_is_not_replaced_by_the_stored_one(store, traffic):
-    fetch = Fetch(0, frozenset())
+    fetch = Fetch(0, 128)
     traffic.fetch(fetch, 1)
     publish(store, "a")
     kept = store.get("a").slot
@@ -124,7 +148,7 @@ def test_a_record_in_memory_is_not_replaced_by_the_stored_one(store, traffic):
 
 def test_after_a_reset_old_operations_touch_nothing(store, traffic):
     publish(store, "a")
-    save, fetch = traffic.save(["a"]), Fetch(0, frozenset())
+    save, fetch = traffic.save(["a"]), Fetch(0, 128)
     traffic.fetch(fetch, 1)
     fetch.arrived[1] = fetch.slots[0]
     store.clear()
@@ -137,11 +161,12 @@ def test_after_a_reset_old_operations_touch_nothing(store, traffic):
     assert "b" not in store and store.pinned == store.reserved == 0
 
 
-def test_stopped_threads_hold_nothing(store, traffic):
+def test_stopped_threads_hold_nothing_and_what_they_left_is_saved_later(store, traffic):
     publish(store, "a")
     traffic.save(["a"])
-    traffic.fetch(Fetch(0, frozenset()), 300)
+    traffic.fetch(Fetch(0, 128), 300)
     traffic.finish_all()
     traffic.check_idle()
     store.check_integrity()
-    assert store.pinned == store.reserved == 0
+    assert store.pinned == store.reserved == traffic.saving == 0
+    assert not store.get("a").stored

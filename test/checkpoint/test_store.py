@@ -121,6 +121,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert slot is not None and self.store.evictions == evictions
         elif evictable:
             assert slot is not None
+            # Pinned records in front are in use, hence the youngest now.
+            while self.order[0] != evictable[0]:
+                self.used(self.order[0])
             self.order.remove(evictable[0])
             assert evictable[0] not in self.store
         else:

@@ -11,8 +11,6 @@ import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang_unified_kv.checkpoint import storage as storage_module
-from sglang_unified_kv.edits import strict_storage
 from sglang_unified_kv.edits.record_pool import RECORD_POOL
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
@@ -115,8 +113,6 @@ def file_of(engine, folder, oracle, boundary, pool):
 @pytest.fixture
 def one_page_batches(monkeypatch):
     monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 1)
-    monkeypatch.setattr(storage_module, "FETCH_SPAN", 1)
-    monkeypatch.setattr(strict_storage, "FETCH_SPAN", 1)
 
 
 def assert_hit(run, oracle, boundary):

@@ -7,8 +7,8 @@ import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang_unified_kv.checkpoint import storage as storage_module
 from sglang_unified_kv.checkpoint.policy import Grid
+from sglang_unified_kv.checkpoint.storage import Save
 from storage_folder import (
     STORAGE,
     at,
@@ -327,7 +327,6 @@ def test_a_record_in_memory_serves_pages_in_storage(engine, manager, oracle, fol
 @pytest.fixture
 def two_page_batches(monkeypatch):
     monkeypatch.setattr(cache_controller, "STORAGE_BATCH_SIZE", 2)
-    monkeypatch.setattr(storage_module, "FETCH_SPAN", 2)
 
 
 def test_every_batch_brings_its_deepest_record(engine, manager, stored, oracle, two_page_batches):
@@ -421,12 +420,140 @@ def test_emptied_storage_is_given_the_records_again(engine, manager, oracle, fol
     assert not any(record.stored for record in manager.store._records.values())
 
 
-def test_new_weights_are_another_namespace(engine, manager, stored, oracle, folder):
+@pytest.fixture
+def update(engine, model_path):
+    """Load the weights again, as ``/update_weights_from_disk`` does."""
+
+    def load():
+        updater = engine.model_runner.weight_updater
+        done, message = updater.update_weights_from_disk(str(model_path), "auto")
+        assert done, message
+
+    return load
+
+
+def test_new_weights_are_another_namespace(engine, manager, stored, oracle, update):
     weight = next(iter(engine.model_runner.model.parameters()))
     kept = weight.detach().clone()
+    update()
     weight.data.view(-1)[0] += 1
     engine.flush()
     assert stored.run(oracle.text[:700]).cached_tokens == 0
+    update()
     weight.data.copy_(kept)
     engine.flush()
     assert_hit(stored.run(oracle.text[:700]), oracle, 512, 700)
+
+
+def test_between_an_update_and_a_flush_nothing_is_reused_or_stored(
+    engine, manager, stored, oracle, update, folder, caplog
+):
+    stored.run(oracle.text[:700])
+    update()
+    before = {path.name for path in folder.iterdir()}
+    for _ in range(2):
+        run = stored.run(oracle.text[:950])
+        assert run.cached_tokens == 0
+        assert_equal_runs(run, oracle.run(950))
+    assert {path.name for path in folder.iterdir()} == before
+    assert sum("The weights were updated" in r.getMessage() for r in caplog.records) == 1
+    attached, message = engine.tree.attach_storage_backend("file")
+    assert not attached and "flush the cache first" in message
+    engine.flush()
+    assert_hit(stored.run(oracle.text[:700]), oracle, 512, 700)
+
+
+def test_a_session_of_updates_ends_with_reuse_if_the_cache_is_empty(
+    engine, manager, stored, oracle
+):
+    stored.run(oracle.text[:700])
+    manager.suspend()
+    engine.tree.resume_if_empty()
+    assert manager.suspended
+    engine.flush()
+    manager.suspend()
+    engine.tree.resume_if_empty()
+    assert not manager.suspended
+    assert_hit(stored.run(oracle.text[:700]), oracle, 512, 700)
+
+
+# -- backends that misbehave
+
+
+@pytest.fixture
+def backend(engine, monkeypatch):
+    """``backend(name, function)`` replaces a call of the real backend."""
+    found = engine.tree.cache_controller.storage_backend._backend
+    return lambda name, function: monkeypatch.setattr(found, name, function)
+
+
+def test_a_backend_that_is_down_is_asked_twice_a_batch(
+    engine, manager, stored, oracle, backend, caplog
+):
+    calls = []
+
+    def down(transfers, extra_info=None):
+        calls.append(transfers[0].name)
+        raise OSError("no route to host")
+
+    backend("batch_get_v2", down)
+    assert_hit(stored.run(oracle.text[:1100]), oracle, 0, 1100)
+    assert all(calls.count(name) == 2 for name in set(calls))
+    assert sum("no route to host" in r.getMessage() for r in caplog.records) == len(set(calls))
+
+
+@pytest.mark.parametrize("answer", [{}, {name: [True] for name in OBJECTS}], ids=["none", "short"])
+def test_a_backend_that_answers_nonsense_is_a_miss(
+    engine, manager, stored, oracle, backend, answer
+):
+    backend("batch_get_v2", lambda transfers, extra_info=None: answer)
+    before = manager.stats.storage_errors
+    assert_hit(stored.run(oracle.text[:1100]), oracle, 0, 1100)
+    assert manager.stats.storage_errors > before
+
+
+def test_a_backend_that_reads_nothing_and_says_it_did_is_a_miss(
+    engine, manager, stored, oracle, backend
+):
+    real = engine.tree.cache_controller.storage_backend._backend.batch_get_v2
+
+    def pretend(transfers, extra_info=None):
+        if transfers[0].name == OBJECTS[0]:
+            return {OBJECTS[0]: [True]}
+        return real(transfers, extra_info)
+
+    # The slot still holds the record of the same prefix.
+    assert_hit(stored.run(oracle.text[:444]), oracle, 256, 444)
+    engine.flush()
+    backend("batch_get_v2", pretend)
+    assert_hit(stored.run(oracle.text[:444]), oracle, 0, 444)
+
+
+def test_bytes_are_touched_after_the_copies_that_use_them(engine, manager, stored, oracle):
+    """Events of the CPU are always done; these are not until somebody waits for them."""
+    waited, mover = [], manager.mover
+
+    class Event:
+        def __init__(self, name):
+            self.name = name
+
+        def synchronize(self):
+            waited.append(self.name)
+
+    storage = engine.tree.cache_controller.storage_backend
+    stored.run(oracle.text[:444])
+    (record,) = manager.store._records.values()
+    mover._host_written[record.slot] = Event("captured")
+    mover._host_read[record.slot] = Event("restored")
+    assert storage.get_record(record.key, record.boundary, record.slot)
+    assert waited == ["captured", "restored"]
+    del waited[:]
+    storage._seal(Save([record]))
+    assert waited == ["captured"]
+    del mover._host_written[record.slot], mover._host_read[record.slot]
+
+
+def test_a_restore_is_noted_as_a_reader_of_its_slot(engine, manager, stored, oracle):
+    stored.run(oracle.text[:444])
+    (record,) = manager.store._records.values()
+    assert record.slot in manager.mover._host_read

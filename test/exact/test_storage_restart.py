@@ -1,5 +1,6 @@
 """Storage across engines: restarts, what must not be shared, attaching at run time, SGLang's injectors."""
 
+import json
 import random
 import shutil
 import threading
@@ -7,9 +8,12 @@ import threading
 import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.mem_cache import hicache_storage
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
 from sglang_unified_kv.checkpoint import identity, record_format
+from sglang_unified_kv.edits.build import identity_of
+from sglang_unified_kv.edits.strict_storage import seals_pages
 from sglang_unified_kv.engage import Refused
-from storage_folder import STORAGE, at, flip, records, storage_threads
+from storage_folder import STORAGE, at, flip, pages, records, storage_threads
 
 LENGTH, BOUNDARY = 700, 512
 
@@ -66,6 +70,88 @@ def test_other_weights_under_the_same_name_are_a_miss(
         assert Recorder(engine).run(prompt).cached_tokens == 0
     with make(served_model_name="the-model") as engine:
         assert Recorder(engine).run(prompt).details["storage"] == BOUNDARY
+
+
+def test_the_same_weights_in_another_folder_share(make, oracle, tmp_path_factory, model_path):
+    other = tmp_path_factory.mktemp("host") / "elsewhere"
+    shutil.copytree(model_path, other)
+    with make(served_model_name="the-model") as engine:
+        Recorder(engine).run(oracle.text[:LENGTH])
+    with make(served_model_name="the-model", model=other) as engine:
+        hit = Recorder(engine).run(oracle.text[:LENGTH])
+    assert hit.details["storage"] == BOUNDARY
+    assert_equal_runs(hit, oracle.run(LENGTH))
+
+
+def test_the_namespace_is_filled_from_the_engine(make):
+    with make() as engine:
+        tree = engine.tree
+        found = identity_of(tree, tree.checkpoints, tree._model, tree._model_config.hf_config)
+        pool = engine.pool
+    assert found.layout == tree.checkpoints.mover.layout.fingerprint
+    assert set(found.ring_sizes) == {pool.unified_swa_ring_size, 8}
+    assert [name for name, *_ in found.pages] == [
+        "deepseek_v4_c4",
+        "deepseek_v4_c4_indexer",
+        "deepseek_v4_c128",
+    ]
+    assert all(layers and size for _, layers, size in found.pages)
+    assert found.ranks == (1, 1) and found.bigram is False
+    assert '"sliding_window": 128' in found.model and "_name_or_path" not in found.model
+    assert len(found.weights) == 32 and found.engine == "0.5.23"
+
+
+class DynamicFile(HiCacheFile):
+    """A backend of somebody else's, as SGLang loads it from its configuration."""
+
+    def __init__(self, storage_config, options):
+        super().__init__(storage_config)
+
+
+class WithoutRecords(DynamicFile):
+    batch_get_v2 = HiCacheStorage.batch_get_v2
+
+
+def dynamic(name):
+    config = {"backend_name": "mine", "module_path": __name__, "class_name": name}
+    return dict(
+        hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=json.dumps(config)
+    )
+
+
+def test_a_dynamic_backend_carries_records(make, oracle, tmp_path):
+    prompt = oracle.text[:LENGTH]
+    with make(**dynamic("DynamicFile")) as engine:
+        recorder = Recorder(engine)
+        recorder.run(prompt)
+        engine.flush()
+        poison_rings(engine)
+        hit = recorder.run(prompt)
+        assert hit.details["storage"] == BOUNDARY
+        assert hit.details["storage_backend"] == "DynamicFile"
+        assert_equal_runs(hit, oracle.run(LENGTH))
+        flip(next(iter(pages(tmp_path, "deepseek_v4_c4"))), 100)
+        engine.flush()
+        assert_equal_runs(recorder.run(prompt), oracle.run(LENGTH))
+
+
+def test_a_dynamic_backend_that_cannot_move_records_is_refused(make):
+    with pytest.raises(ValueError, match="WithoutRecords has no batch_get_v2"):
+        make(**dynamic("WithoutRecords")).__enter__()
+
+
+def test_zero_copy_backends_get_the_pools_themselves():
+    assert seals_pages("file", {}) and seals_pages("nixl", {}) and seals_pages("dynamic", {})
+    assert not seals_pages("mooncake", {}) and not seals_pages("dynamic", {"interface_v1": 1})
+
+
+def test_strict_provenance_and_storage_exclude_each_other(make):
+    strict = {"SGLANG_UNIFIED_KV_PROVENANCE": "strict"}
+    with pytest.raises(Refused, match="PROVENANCE=strict with a storage backend"):
+        make(env=strict).__enter__()
+    with make(env=strict, hicache_storage_backend=None) as engine:
+        attached, message = engine.tree.attach_storage_backend("file")
+        assert not attached and "PROVENANCE=strict" in message
 
 
 def test_stock_and_exact_do_not_share(make, filled, oracle, tmp_path):

@@ -88,4 +88,5 @@ def _column_sums(tensor: torch.Tensor) -> torch.Tensor:
         sums += (chunk * (index * _SPREAD | 1)[:, None]).sum(0)
     rest = torch.zeros(row_bytes, dtype=torch.uint8, device=tensor.device)
     rest[: flat.numel() - whole] = flat[whole:]
-    return sums + rest.view(torch.int64) * (len(rows) * _SPREAD | 1)
+    index = torch.tensor(len(rows), device=tensor.device)
+    return sums + rest.view(torch.int64) * (index * _SPREAD | 1)

@@ -104,6 +104,8 @@ class CheckpointManager:
         self.stats = Stats()
         self._requested: dict[str, Record] = {}
         self.storage = StorageTraffic(store, self.stats)
+        self.strict_provenance = strict_provenance
+        self.suspended = False
         self._pending = PendingCaptures(store)
         self._publisher = Publisher(store, self._pending, self.stats, strict=strict_provenance)
         self.verifier = Verifier(mover, self.rings) if verify else None
@@ -115,6 +117,18 @@ class CheckpointManager:
         self._step: _Step | None = None
         self._armed = False
         self._section_of = {(r.spec.kind, r.buffer.data_ptr()): i for i, r in enumerate(self.rings)}
+
+    def deepest(self, chain: Sequence[str], limit: int) -> int:
+        """Deepest boundary not beyond ``limit`` tokens that may be resumed at; 0 if none."""
+        return 0 if self.suspended else self.store.deepest(chain, limit)
+
+    def suspend(self) -> None:
+        """The weights change: nothing is reused or becomes visible until :meth:`reset`."""
+        if not self.suspended:
+            self.suspended = True
+            logger.warning(
+                "The weights were updated: no prefix is reused or stored until the cache is flushed."
+            )
 
     # -- before the forward
 
@@ -294,6 +308,9 @@ class CheckpointManager:
             length: tokens the insert covered, a multiple of the page size.
             new_ranges: what the tree took over from this run; everything else it already held.
         """
+        if self.suspended:
+            self.stats.discarded += self._pending.drop(rid, length)
+            return []
         return self._publisher.commit(rid, chain, length, new_ranges)
 
     def release(self, rid: str) -> None:
@@ -307,6 +324,7 @@ class CheckpointManager:
 
     def reset(self) -> None:
         """Forget every checkpoint. The engine is idle: no batch is in flight."""
+        self.suspended = False
         self._requested.clear()
         self._publisher.clear()
         self.store.clear()

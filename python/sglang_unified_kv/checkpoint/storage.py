@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from .stats import Stats
 from .store import CheckpointStore, Record
 
+
 @dataclass(eq=False)
 class Save:
     """Records on their way to storage, pinned.

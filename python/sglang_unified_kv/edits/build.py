@@ -138,11 +138,19 @@ def record_format_of(
         config: its ``transformers`` configuration.
     """
     layout = manager.mover.layout
+    namespace = identity_of(cache, manager, model, config).namespace
+    return RecordFormat(namespace, bytes.fromhex(layout.fingerprint), layout.record_bytes)
+
+
+def identity_of(
+    cache: UnifiedRadixCache, manager: CheckpointManager, model: torch.nn.Module, config: Any
+) -> Identity:
+    """The identity behind :func:`record_format_of`; arguments as there."""
     parallel = get_parallel()
     settings = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_OF_A_HOST}
-    identity = Identity(
+    return Identity(
         engine=sglang.__version__,
-        layout=layout.fingerprint,
+        layout=manager.mover.layout.fingerprint,
         ring_sizes=tuple(ring.size for ring in manager.rings),
         pages=tuple(
             (str(entry.name), entry.host_pool.layer_num, entry.host_pool.item_bytes)
@@ -154,7 +162,6 @@ def record_format_of(
         ranks=(parallel.tp_size, parallel.attn_tp_size),
         bigram=cache.tree_core.is_eagle,
     )
-    return RecordFormat(identity.namespace, bytes.fromhex(layout.fingerprint), layout.record_bytes)
 
 
 _CONFIG_OF_A_HOST = ("_name_or_path", "transformers_version")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -50,7 +51,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         self._model_config = model_config
         # The base constructor resets, and reset reaches these.
         self.checkpoints = None
-        self._fetch = None
+        self._prefetching = None
         self._chains: WeakKeyDictionary[Req, list[str]] = WeakKeyDictionary()
         self._inserted: tuple[InsertParams, InsertResult] | None = None
         super().__init__(params)
@@ -80,7 +81,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
             return super().match_prefix(params)
         key = self._view(params.key)
         chain = self._chain(params.req, key)
-        store = self.checkpoints.store
+        deepest = partial(self.checkpoints.deepest, chain)
 
         def match(limit: int) -> TreeMatch:
             # A bigram key of n units spans n + 1 tokens.
@@ -88,7 +89,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
             result = super(StrictUnifiedRadixCache, self).match_prefix(replace(params, key=cut))
             return TreeMatch(result.device_prefix_len, result.host_hit_length, result)
 
-        gated = gate(match, lambda limit: store.deepest(chain, limit), len(key))
+        gated = gate(match, deepest, len(key))
         for boundary in (gated.device, gated.total):
             self._touch(chain, boundary)
         if gated.rejected and self.checkpoints.verifier is not None:
@@ -106,7 +107,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
             req.origin_input_ids + req.output_ids, req.extra_key, cache_salt=req.cache_salt
         )
         chain = self._chain(req, self._view(key))
-        self._touch(chain, self.checkpoints.store.deepest(chain, len(self._view(key))))
+        self._touch(chain, self.checkpoints.deepest(chain, len(self._view(key))))
 
     def restore_swa_windows(self, req: Req) -> None:
         tokens = req.full_untruncated_fill_ids
@@ -141,9 +142,10 @@ class StrictUnifiedRadixCache(StorageStrictCache):
     def _reset_full(self) -> None:
         super()._reset_full()
         if self.checkpoints is not None:
+            if self.checkpoints.suspended:
+                # What the new weights compute must not meet what the old ones stored.
+                self._bind_storage()
             self.checkpoints.reset()
-            # New weights come with a flush, and what they compute must not meet what the old ones stored.
-            self._bind_storage()
 
     def release_host_resources(self) -> None:
         activate(None)

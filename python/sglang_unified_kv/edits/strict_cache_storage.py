@@ -7,6 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
+from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -31,7 +32,7 @@ class StorageStrictCache(UnifiedRadixCache):
 
     checkpoints: CheckpointManager | None
     records: RecordHostPool
-    _fetch: Fetch | None
+    _prefetching: tuple[RadixKey, str | None, int] | None
 
     def _record_format(self) -> RecordFormat:
         raise NotImplementedError
@@ -45,14 +46,21 @@ class StorageStrictCache(UnifiedRadixCache):
         if storage is None:
             return
         record_format = self._record_format()
-        checkpoints = self.checkpoints
-        storage.bind(
-            record_format, self.records, checkpoints.mover, checkpoints.stats, self.page_size
-        )
+        storage.bind(record_format, self.records, self.checkpoints, self.page_size)
         logger.info(
-            "Storage namespace %s: servers share stored prefixes where it is the same.",
+            "Storage namespace %s: servers share stored prefixes where it and the served model name "
+            "are the same.",
             record_format.namespace.hex(),
         )
+
+    def resume_if_empty(self) -> None:
+        """After a weight update: reuse and store again, unless something of the old weights is left."""
+        controller = self.cache_controller
+        host = controller.mem_pool_host if controller is not None else None
+        if any(self.total_size()) or (host is not None and host.available_size() < host.size):
+            return
+        self._bind_storage()
+        self.checkpoints.reset()
 
     def attach_storage_backend(
         self,
@@ -63,6 +71,10 @@ class StorageStrictCache(UnifiedRadixCache):
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
         refused = engage.storage_obstacle(storage_backend)
+        if self.checkpoints.suspended:
+            refused = "the weights were updated: flush the cache first"
+        if self.checkpoints.strict_provenance:
+            refused = engage.STRICT_PROVENANCE_WITH_STORAGE
         if refused is None and hicache_write_policy not in (None, "write_through"):
             refused = f"hicache_write_policy {hicache_write_policy}: leave it write_through"
         if refused is not None:
@@ -94,8 +106,8 @@ class StorageStrictCache(UnifiedRadixCache):
 
     def _build_sidecar_transfers(self, phase, kv_xfer, comp_xfers):
         transfers = super()._build_sidecar_transfers(phase, kv_xfer, comp_xfers)
-        if phase == CacheTransferPhase.PREFETCH and self._fetch is not None:
-            transfers.append(FetchTransfer(self._fetch))
+        if phase == CacheTransferPhase.PREFETCH and self._prefetching is not None:
+            transfers.append(FetchTransfer(self._plan_fetch(*self._prefetching)))
         elif phase == CacheTransferPhase.BACKUP_STORAGE:
             save = self.checkpoints.storage.save(kv_xfer.keys)
             if save is not None:
@@ -130,24 +142,23 @@ class StorageStrictCache(UnifiedRadixCache):
         # Without storage_hit_end: a hit that is taken for granted would skip the query for records.
         arguments = (request, last_host_node_id, new_input_tokens, last_hash, prefix_keys)
         namespace = {"extra_key": extra_key, "cache_salt": cache_salt}
-        if self.enable_storage:
-            key = RadixKey(new_input_tokens, is_bigram=self.tree_core.is_eagle, **namespace)
-            self._fetch = self._plan_fetch(key, last_hash, len(matched_prefix_tokens or ()))
+        key = RadixKey(new_input_tokens, is_bigram=self.tree_core.is_eagle, **namespace)
+        # Used if SGLang issues the prefetch, which it mostly does not.
+        self._prefetching = (key, last_hash, len(matched_prefix_tokens or ()))
         try:
             return super().prefetch_from_storage(*arguments, matched_prefix_tokens, **namespace)
         finally:
-            self._fetch = None
+            self._prefetching = None
 
     def _plan_fetch(self, key: RadixKey, last_hash: str | None, start: int) -> Fetch:
-        resident: list[int] = []
-        if engage.current().settings.provenance == "live":
+        store, resident = self.checkpoints.store, {}
+        if len(store):
             # A record that is still here serves pages that only storage has.
-            store = self.checkpoints.store
             chain = get_storage_hash_str(key, last_hash, self.page_size)
-            resident = [pages for pages, page_hash in enumerate(chain, 1) if page_hash in store]
-            if resident:
-                store.touch(chain[resident[-1] - 1])
-        return Fetch(start, frozenset(resident))
+            resident = {pages: name for pages, name in enumerate(chain, 1) if name in store}
+        for name in resident.values():
+            store.touch(name)
+        return Fetch(start, cache_controller.STORAGE_BATCH_SIZE, resident)
 
     def _alloc_prefetch_aux_staging(self, info, hit_tokens: int) -> bool:
         if not super()._alloc_prefetch_aux_staging(info, hit_tokens):
@@ -167,8 +178,7 @@ class StorageStrictCache(UnifiedRadixCache):
         super()._handle_prefetch_result(operation)
         loaded = self.prefetch_loaded_tokens_by_reqid.get(operation.handle, 0)
         own_pages = loaded == pages * self.page_size
-        if own_pages or engage.current().settings.provenance == "live":
-            self.checkpoints.storage.publish(fetch, keys, pages, own_pages=own_pages)
+        self.checkpoints.storage.publish(fetch, keys, pages, own_pages=own_pages)
 
     def _drain_storage_control_queues_impl(
         self, n_storage_hit, n_ack_prefetch, n_backup, n_release, extra_release_counts, log_metrics

@@ -29,8 +29,7 @@ from ..checkpoint.storage import Fetch, Save
 from .record_pool import RECORD_POOL, RecordHostPool
 
 if TYPE_CHECKING:
-    from ..checkpoint.staging import RecordMover
-    from ..checkpoint.stats import Stats
+    from ..checkpoint.manager import CheckpointManager
 
 logger = logging.getLogger(__name__)
 
@@ -155,26 +154,23 @@ class StrictStorage(HiCacheStorage):
         self._backend = backend
         self._seal_pages = seal_pages
         self._sealed: dict[PoolName, SealedPool] = {}
-        # While True nothing is found, read or written: the namespace is not that of the loaded weights.
-        self.suspended = True
         self._lock = threading.Lock()
 
     def bind(
         self,
         record_format: RecordFormat,
         records: RecordHostPool,
-        mover: RecordMover,
-        stats: Stats,
+        manager: CheckpointManager,
         page_size: int,
     ) -> None:
         """Set what objects are filed under. No transfer may be under way."""
         self._format = record_format
         self._records = records
-        self._mover = mover
-        self._stats = stats
+        self._manager = manager
+        self._mover = manager.mover
+        self._stats = manager.stats
         self.page_size = page_size
         self._prefix = record_format.namespace.hex() + "-"
-        self.suspended = False
 
     def __getattr__(self, name):
         # Whatever else a backend offers (close, reports): its own.
@@ -209,7 +205,8 @@ class StrictStorage(HiCacheStorage):
             setattr(self._stats, counter, getattr(self._stats, counter) + by)
 
     def _guarded(self, what: str, otherwise, call: Callable, *args, say: bool = True):
-        if self.suspended:
+        if self._manager.suspended:
+            # The namespace is not that of the loaded weights.
             return otherwise
         try:
             return call(*args)
