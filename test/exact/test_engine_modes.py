@@ -110,3 +110,46 @@ def test_each_switch_engages_where_its_condition_holds(make_engine):
         with make_engine(hicache=hicache, env=both) as engine:
             assert (engine.tree.cache_controller is not None) == hicache
             assert engine.tree.checkpoints is not None
+
+
+def test_an_id_used_again_after_an_abort_is_another_request(make_engine, monkeypatch):
+    """The engine finishes the aborted one while the other runs: their captures must not meet."""
+    first, second = prompt(11, 766), prompt(12, 1000)
+    with make_engine(stock=True, chunked_prefill_size=256) as built:
+        out = built.run(first, 40).output_ids
+        whole = (first + out)[:780]
+        cold = Recorder(built).cold(whole)
+        other = Recorder(built).cold(second)
+    with make_engine(chunked_prefill_size=2048, disable_overlap_schedule=False) as built:
+        for steps in range(1, 6):
+            built.flush()
+            built.submit(first, 60, rid="x")
+            for _ in range(steps):
+                built.step()
+            built.abort("x")
+            built.submit(second, 2, rid="x")
+            built.drain()
+            built.tree.checkpoints.check_idle()
+            for ids, expected in ((whole, cold), (second, other)):
+                poison_rings(built)
+                hit = Recorder(built).run(ids)
+                if hit.cached_tokens:
+                    rows = expected.at_boundary[hit.cached_tokens]
+                    assert differing(hit.resumed, rows) == [], (steps, hit.cached_tokens)
+                assert hit.output_ids == expected.output_ids
+
+
+def test_two_live_requests_of_one_id_keep_their_captures_apart(make_engine):
+    first, second = prompt(11, 780), prompt(12, 1000)
+    with make_engine(stock=True, chunked_prefill_size=256) as built:
+        cold = [Recorder(built).cold(ids) for ids in (first, second)]
+    with make_engine(chunked_prefill_size=2048) as built:
+        for ids in (first, second):
+            built.submit(ids, 3, rid="x")
+        built.drain()
+        built.tree.checkpoints.check_idle()
+        for ids, expected in zip((first, second), cold, strict=True):
+            poison_rings(built)
+            hit = Recorder(built).run(ids)
+            assert hit.cached_tokens == 768
+            assert differing(hit.resumed, expected.at_boundary[768]) == []

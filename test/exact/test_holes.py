@@ -1,5 +1,6 @@
 """The holes found when the design was attacked, on the real engine: H1 to H11 and H18 to H22 as far as
-device, host, prefill and decode can meet them. Speculation and storage are refused at start (test/plugin).
+device, host, prefill and decode can meet them. Storage has files of its own; speculation is refused at start
+(test/plugin).
 """
 
 from array import array
@@ -237,8 +238,3 @@ def test_h22_every_c4_state_buffer_maps_to_its_own_section(engine, recorder):
     addresses = [(r.spec.kind, r.buffer.data_ptr()) for r in manager.rings]
     assert len(set(addresses)) == len(addresses) == len(manager.mover.layout.sections)
     recorder.run(prompt(30, 700))
-
-
-def test_storage_cannot_be_attached_at_run_time_either(engine, recorder):
-    done, reason = engine.tree.attach_storage_backend("file")
-    assert not done and "does not support storage backends" in reason

@@ -44,7 +44,7 @@ class Row(NamedTuple):
     """One request of a batch: tokens ``[start, end)`` are computed in request slot ``slot``.
 
     Attributes:
-        rid: request id.
+        rid: names the request, uniquely among all that ever ran.
         slot: request slot; None if the request was released since the batch was prepared. Its tokens
             are still computed, for nobody.
         generation: counts the allocations of that slot, so that a reused slot is seen to be fresh.

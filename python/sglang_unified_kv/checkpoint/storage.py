@@ -86,10 +86,14 @@ class StorageTraffic:
     def save(self, keys: Iterable[str]) -> Save | None:
         """Pin the records of ``keys`` that storage has not been given yet; None if there are none.
 
+        Args:
+            keys: by ascending boundary.
+
         At most half of the store may wait for storage at a time; beyond that a write is dropped and counted.
         """
         records = []
-        for key in keys:
+        # Deepest first: those that serve most.
+        for key in reversed(list(keys)):
             record = self._store.get(key)
             if record is None or record.stored:
                 continue

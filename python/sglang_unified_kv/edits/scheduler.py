@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .active import current_manager
+from .request_key import key_of
 from .series import SERIES
 
 if TYPE_CHECKING:
@@ -72,14 +73,15 @@ def rows_of(batch: ScheduleBatch) -> list[Row]:
         spans = [(p, p + e) for p, e in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     else:
         spans = [(end - 1, end) for end in batch.seq_lens_cpu.tolist()]
-    decode = not batch.forward_mode.is_extend()
     generations = batch.req_to_token_pool.req_generation
     rows = []
     for req, (start, end) in zip(batch.reqs, spans, strict=True):
         # Without a row: released by a result that was processed after the batch was prepared.
         slot = req.kv.req_pool_idx if req.kv.holds_kv else None
         generation = -1 if slot is None else int(generations[slot])
-        rows.append(Row(req.rid, slot, generation, start, end, decode))
+        # Mixed and converted decode rows are extends, of what the request has generated.
+        decode = start >= len(req.origin_input_ids)
+        rows.append(Row(key_of(req), slot, generation, start, end, decode))
     return rows
 
 

@@ -19,6 +19,7 @@ from ..checkpoint.publish import NewRange
 from ..checkpoint.reuse import TreeMatch, gate
 from .active import Active, activate
 from .build import build_manager, record_format_of
+from .request_key import key_of
 from .strict_cache_storage import StorageStrictCache
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         for boundary in (gated.device, gated.total):
             self._touch(chain, boundary)
         if gated.rejected and self.checkpoints.verifier is not None:
-            rid = params.req.rid if params.req is not None else None
+            rid = key_of(params.req) if params.req is not None else None
             logger.info("reuse_reject rid=%s tree=%d used=%d", rid, gated.rejected, gated.total)
         return gated.at_total._replace(
             device_prefix_len=gated.device,
@@ -114,7 +115,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         chain = self._chain(req, self._view(key))
         pages = req.prefix_len // self.page_size
-        self.checkpoints.request_restore(req.rid, chain[pages - 1], req.prefix_len)
+        self.checkpoints.request_restore(key_of(req), chain[pages - 1], req.prefix_len)
 
     # -- inserting
 
@@ -131,12 +132,12 @@ class StrictUnifiedRadixCache(StorageStrictCache):
             return
         params, result = self._inserted
         attached = self.checkpoints.commit(
-            req.rid, self._chain(req, params.key), len(params.key), new_ranges(result)
+            key_of(req), self._chain(req, params.key), len(params.key), new_ranges(result)
         )
         self._save_attached(attached)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
-        self.checkpoints.release(req.rid)
+        self.checkpoints.release(key_of(req))
         super().on_release(req, checkpointed=checkpointed)
 
     def _reset_full(self) -> None:

@@ -121,9 +121,13 @@ class StorageStrictCache(UnifiedRadixCache):
         save = self.checkpoints.storage.save(keys)
         if save is not None:
             nothing = torch.empty(0, dtype=torch.int64)
-            self.cache_controller.write_storage(
+            operation_id = self.cache_controller.write_storage(
                 nothing, [], hash_value=[], extra_pools=[SaveTransfer(save)]
             )
+            # As SGLang notes its own, so that the engine counts as busy until it is acknowledged.
+            root = self.root_node_handle()
+            lock = self.inc_host_lock_ref(root).to_dec_params()
+            self.ongoing_backup[operation_id] = (root, lock)
 
     # -- fetching
 
