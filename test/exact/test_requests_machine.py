@@ -51,7 +51,7 @@ def engine(make_engine, cold_runs):
     with make_engine(
         chunked_prefill_size=512,
         max_total_tokens=2560,
-        env={"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "0.0073"},
+        env={"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "0.0074"},
     ) as built:
         assert built.tree.checkpoints.store.capacity == 12
         yield built

@@ -4,12 +4,12 @@ import pytest
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 from sglang_unified_kv import engage
-from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind, RingSpec
 from sglang_unified_kv.config import load_settings
 from sglang_unified_kv.edits.build import host_records
 from sglang_unified_kv.edits.pool_sizing import staging_bytes
 
 PAGE = 256
+SLOT_BYTES = 135_168
 
 
 @pytest.mark.parametrize(
@@ -56,22 +56,16 @@ def test_records_follow_the_host_pool_the_stride_and_the_budget(make_engine):
 @pytest.mark.parametrize("budget", ["0.0001", "900000"], ids=["no record", "more than there is"])
 def test_a_budget_that_cannot_be_honoured_is_refused(budget):
     settings = load_settings({"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": budget})
-    layout = CheckpointLayout.of(
-        [RingSpec(Kind.WINDOW, 0, 1024, "bfloat16")], page_size=PAGE, window=128, overlap=4
-    )
     with pytest.raises(
         ValueError, match=rf"CHECKPOINT_HOST_GB={float(budget)}.*at least one record"
     ):
-        host_records(settings, layout, 10)
+        host_records(settings, SLOT_BYTES, 10)
 
 
 def test_the_default_is_capped_at_a_quarter_of_free_host_memory(caplog):
-    layout = CheckpointLayout.of(
-        [RingSpec(Kind.WINDOW, 0, 1024, "bfloat16")], page_size=PAGE, window=128, overlap=4
-    )
-    with host_memory_budget_scope(100 * layout.record_bytes):
-        assert host_records(load_settings({}), layout, 20) == 20 and not caplog.records
-        assert host_records(load_settings({}), layout, 26) == 25
+    with host_memory_budget_scope(100 * SLOT_BYTES):
+        assert host_records(load_settings({}), SLOT_BYTES, 20) == 20 and not caplog.records
+        assert host_records(load_settings({}), SLOT_BYTES, 26) == 25
     assert "capped at a quarter of free host memory: 25 records instead of 26" in caplog.text
 
 

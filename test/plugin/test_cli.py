@@ -87,7 +87,7 @@ def test_doctor_without_launch_flags_says_that_it_checked_half(doctor):
 
 
 def test_doctor_names_everything_that_is_missing_and_in_the_way(doctor):
-    report = doctor("--hicache-write-policy", "write_back", environ={}, code=1)
+    report = doctor("--enable-streaming-session", environ={}, code=1)
     assert report["decision"] == "inert"
     found = failed(report)
     assert found.pop("requested") == [
@@ -97,7 +97,7 @@ def test_doctor_names_everything_that_is_missing_and_in_the_way(doctor):
     platform, backend, hicache = found.pop("conditions")
     assert "ROCm" in platform and "unified_kv_triton" in backend
     assert hicache.startswith("--enable-hierarchical-cache (")
-    assert found.pop("obstacles") == ["--hicache-write-policy write_back: set it to write_through"]
+    assert found.pop("obstacles") == ["--enable-streaming-session: not supported; remove the flag"]
     assert not found
 
 
