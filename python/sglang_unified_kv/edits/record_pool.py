@@ -45,7 +45,6 @@ class RecordHostPool:
         self.layout = layout
         self.lock = threading.RLock()
         self.pin_memory = device.type != "cpu"
-        self._device = device
         self.slots = ALLOC_MEMORY_FUNCS[device.type](
             (records, self.slot_bytes),
             dtype=torch.uint8,

@@ -18,7 +18,8 @@ _FEATURE = "bit-exact hicache"
 def create_backend(original, cls, backend_name, storage_config, mem_pool_host, **kwargs):
     if engage.current() is None:
         return original(cls, backend_name, storage_config, mem_pool_host, **kwargs)
-    from .strict_storage import StrictStorage, seals_pages
+    from .sealed_pool import seals_pages
+    from .strict_storage import StrictStorage
 
     # Read before a dynamic backend takes its part of the configuration.
     sealed = seals_pages(backend_name, storage_config.extra_config or {})
@@ -100,7 +101,7 @@ def reduce_prefetch_ack(original, self, ack):
 
 def fetch_of(operation):
     """The :class:`FetchTransfer` that rides on a prefetch operation, if one does."""
-    from .strict_storage import FetchTransfer
+    from .record_transfers import FetchTransfer
 
     transfers = getattr(operation, "pool_transfers", None) or ()
     return next((t for t in transfers if isinstance(t, FetchTransfer)), None)

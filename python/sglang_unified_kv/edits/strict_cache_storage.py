@@ -15,8 +15,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from .. import engage
 from ..checkpoint.storage import Fetch
+from .record_transfers import FetchTransfer, SaveTransfer
 from .storage_transfers import fetch_of
-from .strict_storage import FetchTransfer, SaveTransfer
 
 if TYPE_CHECKING:
     from ..checkpoint.manager import CheckpointManager
