@@ -1,10 +1,13 @@
 """The in-process engine: what tests and the demo rely on."""
 
+import gc
 import os
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from sglang.srt.mem_cache import kv_cache_builder
 from sglang_unified_kv.reference.harness import InProcessEngine, prompt
 from sglang_unified_kv.reference.plugin import ENV
 from sglang_unified_kv.reference.snapshot import differing, request_bytes
@@ -114,6 +117,16 @@ def test_snapshot_does_not_depend_on_the_slot_and_notices_a_byte(make_engine):
     assert differing(first, second) == ["compressed 3: 1 of 75 rows"]
 
 
+def test_a_closed_engine_gives_its_memory_back(make_engine):
+    """Host pools are shared memory: a suite of engines that stay would fill the machine."""
+    with make_engine(stock=True) as engine:
+        engine.run(prompt(0, 300), 1)
+        kept = [weakref.ref(o) for o in (engine.scheduler, engine.tree, engine.pool)]
+    del engine
+    gc.collect()
+    assert [type(ref()).__name__ for ref in kept] == ["NoneType"] * 3
+
+
 def test_one_engine_at_a_time_and_close_leaves_nothing(make_engine, model_path):
     with make_engine(stock=True, hicache=False) as engine:
         with pytest.raises(RuntimeError, match="another InProcessEngine"):
@@ -129,9 +142,15 @@ def test_one_engine_at_a_time_and_close_leaves_nothing(make_engine, model_path):
     engine.close()
 
 
-def test_a_failed_start_does_not_spoil_the_next(make_engine):
-    with pytest.raises(ValueError, match="mem-fraction-static"):
-        with make_engine(stock=True, hicache=False, mem_fraction_static=0.001):
+def test_a_failed_start_does_not_spoil_the_next(make_engine, monkeypatch):
+    """It failed late: sockets, process groups and pools were there."""
+
+    def fail(*_, **__):
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="injected"):
+        patch.setattr(kv_cache_builder, "build_kv_cache", fail)
+        with make_engine(stock=True, hicache=False):
             pytest.fail("it must not start")
     assert not torch.distributed.is_initialized()
     with make_engine(stock=True, hicache=False) as engine:

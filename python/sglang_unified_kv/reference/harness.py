@@ -11,6 +11,7 @@ Engines may follow one another in a process, two at a time cannot be.
 from __future__ import annotations
 
 import array
+import atexit
 import gc
 import os
 import random
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from sglang_unified_kv.reference.plugin import ENV
 
@@ -113,8 +115,10 @@ class InProcessEngine:
         ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
         publish(self.server_args, role="scheduler", ranks=ranks)
         self._ports = PortArgs.init_new(self.server_args)
+        self._sockets: list[Any] = []
         try:
-            self.scheduler = Scheduler(self.server_args, self._ports)
+            with _endable_scheduler(self._sockets):
+                self.scheduler = Scheduler(self.server_args, self._ports)
         except BaseException:
             self._release_process_state()
             raise
@@ -365,6 +369,8 @@ class InProcessEngine:
         if InProcessEngine._alive is not self:
             return
         self.tree.shutdown()
+        # SGLang means it for the end of the process, and the cache would stay with its pools till then.
+        atexit.unregister(self.tree.shutdown)
         self._release_process_state()
         InProcessEngine._alive = None
         del self.scheduler
@@ -375,6 +381,9 @@ class InProcessEngine:
         from sglang.srt.distributed import parallel_state
         from sglang.srt.runtime_context import get_resources
 
+        for context in self._sockets:
+            # Left to the garbage collector, it would wait for messages that nobody reads.
+            context.destroy(linger=0)
         get_resources().expert_location_metadata = None
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
@@ -387,6 +396,28 @@ class InProcessEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@contextmanager
+def _endable_scheduler(sockets: list[Any]) -> Iterator[None]:
+    """What SGLang leaves to the end of the process, where schedulers follow one another in one.
+
+    The watchdog's thread would keep each of them, with its pools, alive for good. ``sockets``
+    receives the ZeroMQ contexts that are made.
+    """
+    import zmq
+    from sglang.srt.managers import scheduler
+
+    def context(*args: Any, **kwargs: Any) -> Any:
+        sockets.append(made(*args, **kwargs))
+        return sockets[-1]
+
+    made = zmq.Context
+    with (
+        mock.patch.object(zmq, "Context", context),
+        mock.patch.object(scheduler, "create_scheduler_watchdog", lambda *_, **__: None),
+    ):
+        yield
 
 
 def _load_plugins() -> None:
