@@ -111,7 +111,7 @@ def test_a_missing_library_names_the_extra(tmp_path, name):
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 2, run.stderr
-    assert f"The demo needs {name}." in run.stdout
+    assert f"This command needs {name}." in run.stdout
     assert "pip install 'sglang-unified-kv[demo]'" in " ".join(run.stdout.split())
 
 

@@ -2,6 +2,7 @@
 
 import typer
 
+from .check import check
 from .demo import demo
 from .doctor import doctor
 from .edits import edits
@@ -13,4 +14,5 @@ app = typer.Typer(
 )
 app.command()(edits)
 app.command()(doctor)
+app.command()(check)
 app.command()(demo)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -24,12 +23,12 @@ from rich.table import Table
 from ..config import BIT_EXACT_HICACHE
 from ..reference.plugin import ENV as REFERENCE_ENGINE
 from .demo_verdict import SERVERS, Case, as_json, shortcomings
+from .extra import require_extra
 from .server import ServerFailed, ServerProcess, free_port
 
 if TYPE_CHECKING:
     from .demo_story import Outcome
 
-_EXTRA = ("matplotlib", "requests")
 _START_TIMEOUT_S = 600.0
 
 
@@ -50,7 +49,7 @@ def demo(
     so. 2: it could not be run.
     """
     console = Console(highlight=False)
-    _require_extra(console)
+    require_extra(console, "matplotlib", "requests")
     _require_folders(console, json_file, picture)
     with ExitStack() as stack:
         stack.enter_context(_signals_unwind())
@@ -66,17 +65,6 @@ def demo(
         json_file.write_text(json.dumps(as_json(sglang, cases, reasons), indent=2) + "\n")
     _print(console, cases, reasons)
     raise typer.Exit(1 if reasons else 0)
-
-
-def _require_extra(console: Console) -> None:
-    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        console.print(
-            f"The demo needs {' and '.join(missing)}. Install the extra that brings them: "
-            "pip install 'sglang-unified-kv[demo]'",
-            markup=False,
-        )
-        raise typer.Exit(2)
 
 
 def _require_folders(console: Console, *files: Path | None) -> None:

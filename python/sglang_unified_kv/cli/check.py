@@ -1,0 +1,141 @@
+"""``sglang-unified-kv check``: is prefix reuse deterministic on a live server?"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .determinism import PAGE_TOKENS, TAILS, Plan, Report, requests_of, run
+from .extra import require_extra
+
+
+def check(
+    url: Annotated[str, typer.Option(help="The server, http://host:port.")],
+    tails: Annotated[
+        str, typer.Option(help="Tokens behind two cached pages, one prompt each.")
+    ] = ",".join(map(str, TAILS)),
+    rounds: Annotated[int, typer.Option(min=1, help="Times each prompt is sent again.")] = 64,
+    churn: Annotated[
+        int, typer.Option(min=0, help="Other requests in between, so that slots are recycled.")
+    ] = 500,
+    churn_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = PAGE_TOKENS,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Generated per repetition.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, help="Requests sent together.")] = 16,
+    token_ids: Annotated[
+        str, typer.Option(metavar="LOW-HIGH", help="Range of the random prompts' token ids.")
+    ] = "1000-100000",
+    seed: Annotated[
+        int | None, typer.Option(help="Of the random prompts. Default: another one every time.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for one answer.")] = 300.0,
+) -> None:
+    """Send identical prompts whose prefix is cached, and count the answers that are not alike.
+
+    Nothing is flushed: the prompts are random, so that each one's first run is cold. Other traffic
+    does no harm but may evict what is to be reused.
+
+    Exit code 0: all answers of every prompt are its cold run's. 1: not so. 2: it could not be run.
+    """
+    console = Console(highlight=False)
+    require_extra(console, "requests")
+    plan = Plan(
+        tails=_tails(tails),
+        rounds=rounds,
+        churn=churn,
+        churn_tokens=churn_tokens,
+        output_tokens=output_tokens,
+        batch=batch,
+        token_ids=_token_ids(token_ids),
+        seed=secrets.randbits(32) if seed is None else seed,
+    )
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{json_file}: its folder does not exist; create it")
+    report = _run(console, plan, url, timeout)
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    reasons = report.reasons()
+    _print(console, report, reasons)
+    raise typer.Exit(1 if reasons else 0)
+
+
+def _tails(text: str) -> tuple[int, ...]:
+    try:
+        tails = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        tails = ()
+    if not tails or min(tails) < 1:
+        raise typer.BadParameter(f"--tails {text!r}: give positive numbers, as in 16,127,220")
+    return tails
+
+
+def _token_ids(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    if not (low.isdigit() and high.isdigit() and int(low) < int(high)):
+        raise typer.BadParameter(f"--token-ids {text!r}: give LOW-HIGH, as in 1000-100000")
+    return int(low), int(high)
+
+
+def _run(console: Console, plan: Plan, url: str, timeout: float) -> Report:
+    from .client import ClientError, SGLangClient
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with (
+        Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress,
+        closing(SGLangClient(url, timeout_s=timeout)) as client,
+    ):
+        task = progress.add_task("waiting for the server", total=requests_of(plan))
+
+        def sent(what: str, count: int) -> None:
+            progress.update(task, description=what, advance=count)
+
+        try:
+            return run(plan, client, sent)
+        except ClientError as error:
+            console.print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
+            raise typer.Exit(2) from error
+
+
+def _print(console: Console, report: Report, reasons: list[str]) -> None:
+    plan = report.plan
+    table = Table(
+        title=f"{plan.rounds} identical prompts per tail, seed {plan.seed}", title_justify="left"
+    )
+    headers = ("tail", "outside majority", "unlike cold", "other logprobs", "cached tokens")
+    for header in (*headers, "credit against stock"):
+        table.add_column(header, justify="right")
+    for result in report.results:
+        cached = ", ".join(f"{tokens} x{n}" for tokens, n in result.cached_tokens.items())
+        table.add_row(
+            str(result.tail),
+            *(
+                _count(n)
+                for n in (
+                    result.outside_majority,
+                    result.unlike_cold,
+                    result.logprobs_unlike_cold,
+                )
+            ),
+            cached,
+            f"{result.credit:+.0f}",
+        )
+    console.print(table)
+    for reason in reasons:
+        console.print(f"- {escape(reason)}")
+    verdict = "[red]not deterministic[/red]" if reasons else "[green]deterministic[/green]"
+    console.print(f"verdict: {verdict}")
+
+
+def _count(count: int) -> str:
+    return f"[red]{count}[/red]" if count else "0"

@@ -1,0 +1,101 @@
+"""``check`` against real servers, stock and exact, and its arithmetic."""
+
+import json
+import os
+
+import pytest
+from sglang_unified_kv.cli import app
+from sglang_unified_kv.cli.client import SOURCES, Generation, SGLangClient
+from sglang_unified_kv.cli.demo import environment, launch_command
+from sglang_unified_kv.cli.determinism import Plan, Report, compare, requests_of, stock_credit
+from sglang_unified_kv.cli.server import ServerProcess, free_port
+from typer.testing import CliRunner
+
+SMALL = "--tails 32,160 --rounds 6 --churn 8 --churn-tokens 200 --batch 2 --output-tokens 12"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("server, code", [("exact", 0), ("stock", 1)])
+def test_a_live_server_is_told_apart(model_path, tmp_path, server, code):
+    port = free_port()
+    env = environment(server, os.environ, storage=tmp_path / "storage")
+    with ServerProcess(launch_command(model_path, port), env, tmp_path / "log") as process:
+        url = f"http://127.0.0.1:{port}"
+        process.wait_until(SGLangClient(url).healthy, timeout_s=600)
+        arguments = f"check --url {url} {SMALL} --token-ids 6-1023 --seed 7 --json".split()
+        run = CliRunner().invoke(app, [*arguments, str(tmp_path / "out.json")])
+        assert run.exit_code == code, run.output
+        again = CliRunner().invoke(app, arguments[:-1])
+        assert again.exit_code == 1 and "use another --seed" in " ".join(again.output.split())
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["deterministic"] == (code == 0)
+    near, far = document["tails"]
+    assert [tail["prompt_tokens"] for tail in (near, far)] == [544, 672]
+    if server == "exact":
+        for tail in (near, far):
+            assert tail["outside_majority"] == tail["unlike_cold"] == 0
+            assert tail["logprobs_unlike_cold"] == 0
+            assert tail["cached_tokens"] == {"512": 6}
+            assert sum(tail["cached_by"].values()) == 6 * 512
+        assert (near["credit"], far["credit"]) == (256, 0)
+    else:
+        assert (near["cached_tokens"], far["cached_tokens"]) == ({"256": 6}, {"512": 6})
+        assert (near["credit"], far["credit"]) == (0, 0)
+        assert near["unlike_cold"] + far["unlike_cold"] > 0
+        assert near["logprobs_unlike_cold"] + near["unlike_cold"] > 0
+        assert document["reasons"]
+
+
+def generation(*tokens, cached=512, logprob=-1.0):
+    sources = dict.fromkeys(SOURCES, 0) | {"device": cached}
+    return Generation(tokens, (logprob,) * len(tokens), cached, sources)
+
+
+def test_answers_are_counted_against_their_majority_and_against_the_cold_run():
+    cold = generation(1, 2, cached=0)
+    repeated = [generation(1, 3)] * 3 + [generation(1, 2)] + [generation(1, 2, logprob=-2.0)]
+    result = compare(32, cold, repeated)
+    assert (result.prompt_tokens, result.rounds) == (544, 5)
+    assert (result.outside_majority, result.unlike_cold, result.logprobs_unlike_cold) == (2, 3, 1)
+    assert result.cached_tokens == {512: 5} and result.credit == 256
+    assert result.cached_by == {"device": 5 * 512, "host": 0, "storage": 0}
+
+
+def test_stock_keeps_the_last_window_out_of_a_hit():
+    assert [stock_credit(n) for n in (100, 383, 384, 544, 639, 640, 672)] == [
+        *(0, 0, 256, 256, 256, 512, 512),
+    ]
+
+
+def test_nothing_reused_and_a_warm_first_run_are_no_pass():
+    miss = compare(32, generation(1, cached=0), [generation(1, cached=0)])
+    assert ["nothing was reused" in reason for reason in Report(Plan(), [miss]).reasons()] == [True]
+    hit = compare(32, generation(1), [generation(1)])
+    assert Report(Plan(), [hit], {32: 0}).reasons() == []
+    assert ["not cold" in r for r in Report(Plan(), [hit], {32: 512}).reasons()] == [True]
+
+
+def test_requests_are_counted_before_they_are_sent():
+    assert requests_of(Plan(tails=(1, 2), churn=10, rounds=3)) == 28
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--tails 16,x", "--tails '16,x': give positive numbers"),
+        ("--tails 0", "--tails '0'"),
+        ("--token-ids 9-5", "--token-ids '9-5': give LOW-HIGH"),
+        ("--json no/such/folder.json", "its folder does not exist"),
+        ("--rounds 0", "--rounds"),
+    ],
+)
+def test_bad_options_are_named(arguments, words):
+    run = CliRunner().invoke(app, ["check", "--url", "http://127.0.0.1:9", *arguments.split()])
+    flat = " ".join(run.output.replace("│", " ").split())
+    assert run.exit_code == 2 and words in flat, flat
+
+
+def test_no_server_is_status_2():
+    url = f"http://127.0.0.1:{free_port()}"
+    run = CliRunner().invoke(app, ["check", "--url", url, "--tails", "16", "--rounds", "1"])
+    assert run.exit_code == 2 and url in run.output
