@@ -19,9 +19,11 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 SGLANG_VERSION = "0.5.23"
@@ -272,13 +274,14 @@ class Series:
         reasons = self.preflight()
         if reasons:
             raise EditError(reasons)
-        for edit in self._edits:
-            try:
-                self._install(edit)
-            except Exception as error:
-                raise EditError(
-                    [f"{edit.kind.value} {edit.target}: applying failed: {error!r}"]
-                ) from error
+        with _propagated_at_once():
+            for edit in self._edits:
+                try:
+                    self._install(edit)
+                except Exception as error:
+                    raise EditError(
+                        [f"{edit.kind.value} {edit.target}: applying failed: {error!r}"]
+                    ) from error
         reasons = self.audit()
         if reasons:
             raise EditError(reasons)
@@ -305,6 +308,7 @@ class Series:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         reasons = []
+        originals: dict[int, str] = {}
         for edit in self._edits:
             if edit.kind in (Kind.OVERRIDE, Kind.RELIES_ON):
                 continue
@@ -323,18 +327,46 @@ class Series:
             if foreign:
                 names = sorted({s.plugin_name if s else "unknown" for s in foreign})
                 reasons.append(f"{where}: another plugin registered a hook ({', '.join(names)})")
-            reasons.extend(self._stale_bindings(edit, installed))
+            original = getattr(_function(installed), "__wrapped__", None)
+            if edit.kind in (Kind.WRAP, Kind.REPLACE) and original is not None:
+                originals[id(original)] = where
+        # Modules that still hold the bare upstream function through ``from ... import``.
+        for module, _, value in _bindings():
+            where = originals.get(id(value))
+            if where is not None and getattr(module, "__name__", "").startswith("sglang."):
+                reasons.append(f"{where}: {module.__name__} still holds the original")
         return reasons
 
-    @staticmethod
-    def _stale_bindings(edit: Edit, installed: Any) -> list[str]:
-        """Modules that still hold the bare upstream function through ``from ... import``."""
-        original = getattr(_function(installed), "__wrapped__", None)
-        if edit.kind not in (Kind.WRAP, Kind.REPLACE) or original is None:
-            return []
-        return [
-            f"{edit.kind.value} {edit.target}: {module.__name__} still holds the original"
-            for module in list(sys.modules.values())
-            if getattr(module, "__name__", "").startswith("sglang.")
-            and any(value is original for value in list(vars(module).values()))
-        ]
+
+def _bindings() -> Iterator[tuple[ModuleType, str, Any]]:
+    """(module, name, value) of everything that the loaded modules hold."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                yield module, name, value
+
+
+@contextmanager
+def _propagated_at_once() -> Iterator[None]:
+    """SGLang walks all modules after each target, 0.1 s a time; here once, after the last.
+
+    What it does for a target is done to every ``from ... import`` of it, no more and no less.
+    """
+    from sglang.srt.plugins import hook_registry
+
+    replaced: dict[int, tuple[object, object, object]] = {}
+
+    def collect(original: object, wrapped: object, source_module: object) -> int:
+        replaced[id(original)] = (original, wrapped, source_module)
+        return 0
+
+    upstream = hook_registry._propagate_patch
+    hook_registry._propagate_patch = collect
+    try:
+        yield
+    finally:
+        hook_registry._propagate_patch = upstream
+        for module, name, value in _bindings():
+            _, wrapped, source_module = replaced.get(id(value), (None, None, module))
+            if source_module is not module:
+                setattr(module, name, wrapped)

@@ -71,9 +71,6 @@ class Facts(EnvironmentFacts):
     dsv4_attn_backend: str
     enable_unified_memory: bool
     enable_hisparse: bool
-    tp_size: int
-    dp_size: int
-    attn_dp_size: int
     pp_size: int
     attn_cp_size: int
     dcp_size: int
@@ -247,19 +244,6 @@ LAUNCH_OBSTACLES = (
     Rule(
         lambda f: not f.enable_hisparse,
         "--enable-hisparse: not supported together with exact reuse yet; remove the flag",
-    ),
-    Rule(
-        lambda f: f.tp_size == 1,
-        "--tp-size {tp_size}: more than one rank is not supported yet; set it to 1",
-    ),
-    Rule(
-        lambda f: f.dp_size == 1,
-        "--dp-size {dp_size}: data parallelism is not supported yet; set it to 1",
-    ),
-    Rule(
-        lambda f: f.attn_dp_size == 1,
-        "--attn-dp-size {attn_dp_size}: attention data parallelism is not supported yet; "
-        "set it to 1",
     ),
     Rule(
         lambda f: f.pp_size == 1,

@@ -23,8 +23,20 @@ CASES = {
     4: {1024: 1100, 2048: 2200},
 }
 
+DEFAULT = {(256, 2), (512, 1), (2048, 4)}
+"""Chunk sizes and strides that run by default."""
 
-@pytest.fixture(scope="module", params=[256, 512, 2048], ids="chunk{}".format)
+
+def chunked(*defaults):
+    """Run with each chunk size; by default with these alone."""
+    params = [
+        pytest.param(n, id=f"chunk{n}", marks=() if n in defaults else pytest.mark.slow)
+        for n in (256, 512, 2048)
+    ]
+    return pytest.mark.parametrize("engine", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def engine(request, make_engine, oracle):
     with make_engine(chunked_prefill_size=request.param) as built:
         yield built
@@ -44,7 +56,16 @@ def evict_device(engine):
     engine.tree.evict(EvictParams(num_tokens=10**9))
 
 
-@pytest.mark.parametrize("stride", CASES)
+@pytest.mark.parametrize(
+    "engine, stride",
+    [
+        pytest.param(chunk, stride, marks=() if (chunk, stride) in DEFAULT else pytest.mark.slow)
+        for chunk in (256, 512, 2048)
+        for stride in CASES
+    ],
+    indirect=["engine"],
+    scope="module",
+)
 def test_hit_is_bit_equal_to_the_cold_run(engine, manager, oracle, stride):
     recorder = Recorder(engine)
     manager.policy = Grid(PAGE, stride)
@@ -62,6 +83,7 @@ def test_hit_is_bit_equal_to_the_cold_run(engine, manager, oracle, stride):
             manager.check_idle()
 
 
+@chunked(512)
 @pytest.mark.parametrize("missing", list(Kind), ids=lambda kind: kind.value)
 def test_each_part_of_a_record_is_needed(engine, manager, oracle, missing, monkeypatch):
     recorder = Recorder(engine)
@@ -83,6 +105,7 @@ def test_each_part_of_a_record_is_needed(engine, manager, oracle, missing, monke
     assert largest_difference(hit, oracle.run(2700)) > 0
 
 
+@chunked(512)
 def test_prompt_of_exactly_k_pages_resumes_one_page_earlier(engine, manager, oracle):
     recorder = Recorder(engine)
     recorder.cold(oracle.text[:768])
@@ -93,6 +116,7 @@ def test_prompt_of_exactly_k_pages_resumes_one_page_earlier(engine, manager, ora
     assert differing(hit.ended, oracle.at(768)) == []
 
 
+@chunked(256)
 def test_decode_capture_serves_the_next_turn(engine, manager, oracle):
     recorder = Recorder(engine)
     engine.flush()

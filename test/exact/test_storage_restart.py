@@ -10,6 +10,7 @@ from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
 from sglang_unified_kv.checkpoint import identity, record_format
+from sglang_unified_kv.checkpoint.identity import weights_digest
 from sglang_unified_kv.edits.build import identity_of
 from sglang_unified_kv.edits.sealed_pool import seals_pages
 from sglang_unified_kv.engage import Refused
@@ -86,7 +87,9 @@ def test_the_same_weights_in_another_folder_share(make, oracle, tmp_path_factory
 def test_the_namespace_is_filled_from_the_engine(make):
     with make() as engine:
         tree = engine.tree
-        found = identity_of(tree, tree.checkpoints, tree._model, tree._model_config.hf_config)
+        digest = weights_digest(tree._model.state_dict().items())
+        found = identity_of(tree, tree.checkpoints, tree._model_config.hf_config, digest)
+        assert found.namespace == tree._record_format().namespace
         pool = engine.pool
     assert found.layout == tree.checkpoints.mover.layout.fingerprint
     assert set(found.ring_sizes) == {pool.unified_swa_ring_size, 8}

@@ -70,7 +70,7 @@ def record_cold(make_engine):
     ("length", "chunk"),
     [
         (700, 256),
-        (700, 512),
+        pytest.param(700, 512, marks=pytest.mark.slow),
         (2700, 2048),
         pytest.param(2700, 256, marks=pytest.mark.slow),
         pytest.param(2700, 512, marks=pytest.mark.slow),
@@ -80,7 +80,7 @@ def test_chunk_size_does_not_show(record_cold, length, chunk):
     assert_same(record_cold(length, chunk), record_cold(length, WHOLE))
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_batch_does_not_show(make_engine, monkeypatch, mixed):
     """Four requests of unequal length together and alone.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import sglang
@@ -129,23 +130,51 @@ def build_manager(
 
 
 def record_format_of(
-    cache: UnifiedRadixCache, manager: CheckpointManager, model: torch.nn.Module, config: Any
+    cache: UnifiedRadixCache,
+    manager: CheckpointManager,
+    model: torch.nn.Module,
+    config: Any,
+    *,
+    starting: bool,
 ) -> RecordFormat:
-    """What the engine's stored objects are filed under, from what it holds now.
+    """What the engine's stored objects are filed under, from what it holds now. Collective.
 
     Args:
         model: the loaded model; its weights are read.
         config: its ``transformers`` configuration.
+        starting: every rank of the server calls this now, not only those of the attention group.
     """
     layout = manager.mover.layout
-    namespace = identity_of(cache, manager, model, config).namespace
+    weights = _weights_of_all_ranks(weights_digest(model.state_dict().items()), starting=starting)
+    namespace = identity_of(cache, manager, config, weights).namespace
     return RecordFormat(namespace, bytes.fromhex(layout.fingerprint), layout.record_bytes)
 
 
+def _weights_of_all_ranks(own: str, *, starting: bool) -> str:
+    """One digest for every rank of the attention group: rank 0 of it writes what all of them read."""
+    parallel = get_parallel()
+    if parallel.tp_size == 1:
+        return own
+    if not starting and parallel.attn_dp_size > 1:
+        # Each data-parallel rank is flushed when it is idle, so there is no moment to ask all of them, and
+        # a rank cannot tell from its own shards what the others' experts are.
+        logger.warning(
+            "The weights were updated under DP attention: what this rank stores from now on serves "
+            "nobody behind its next start."
+        )
+        name = [f"updated {secrets.token_hex(16)}"]
+        group = parallel.attn_tp_group
+        torch.distributed.broadcast_object_list(name, group.ranks[0], group.cpu_group)
+        return name[0]
+    digests = [""] * parallel.tp_size
+    torch.distributed.all_gather_object(digests, own, parallel.tp_group.cpu_group)
+    return " ".join(digests)
+
+
 def identity_of(
-    cache: UnifiedRadixCache, manager: CheckpointManager, model: torch.nn.Module, config: Any
+    cache: UnifiedRadixCache, manager: CheckpointManager, config: Any, weights: str
 ) -> Identity:
-    """The identity behind :func:`record_format_of`; arguments as there."""
+    """The identity behind :func:`record_format_of`; ``weights`` stands for those of all ranks."""
     parallel = get_parallel()
     settings = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_OF_A_HOST}
     return Identity(
@@ -158,7 +187,7 @@ def identity_of(
             if isinstance(entry.host_pool, DeepSeekV4PagedHostPool)
         ),
         model=json.dumps(settings, sort_keys=True, default=str),
-        weights=weights_digest(model.state_dict().items()),
+        weights=weights,
         ranks=(parallel.tp_size, parallel.attn_tp_size),
         bigram=cache.tree_core.is_eagle,
     )

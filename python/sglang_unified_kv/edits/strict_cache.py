@@ -52,6 +52,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         self._model_config = model_config
         # The base constructor resets, and reset reaches these.
         self.checkpoints = None
+        self._starting = True
         self._prefetching = None
         self._chains: WeakKeyDictionary[Req, list[str]] = WeakKeyDictionary()
         self._inserted: tuple[InsertParams, InsertResult] | None = None
@@ -62,6 +63,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         self.init_checkpoints(params)
         self.cache_controller.register_host_pool_entry(self.records.entry())
         self._bind_storage()
+        self._starting = False
 
     def init_checkpoints(self, params: CacheInitParams) -> None:
         """Allocate the checkpoint store and let the hooks of this process act on it."""
@@ -155,7 +157,13 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         super().release_host_resources()
 
     def _record_format(self) -> RecordFormat:
-        return record_format_of(self, self.checkpoints, self._model, self._model_config.hf_config)
+        return record_format_of(
+            self,
+            self.checkpoints,
+            self._model,
+            self._model_config.hf_config,
+            starting=self._starting,
+        )
 
     # -- identities
 

@@ -87,6 +87,9 @@ class InProcessEngine:
     Args:
         model_path: model directory, normally :func:`~.model.write_tiny_model`'s.
         hicache: the HiCache options :data:`HICACHE`, unless given otherwise.
+        rank: of ``tp_size``. Each rank is an engine in a process of its own, and all take the same
+            calls in the same order.
+        nccl_port: where the ranks meet.
         server_args: fields of SGLang's ``ServerArgs`` over :data:`DEFAULTS`.
 
     Raises:
@@ -96,7 +99,15 @@ class InProcessEngine:
 
     _alive: InProcessEngine | None = None
 
-    def __init__(self, model_path: str | Path, *, hicache: bool = False, **server_args: Any):
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        hicache: bool = False,
+        rank: int = 0,
+        nccl_port: int | None = None,
+        **server_args: Any,
+    ):
         if InProcessEngine._alive is not None:
             raise RuntimeError("another InProcessEngine is alive: close it first")
         self._taps: list[Callable[[Any, Any], None]] = []
@@ -112,9 +123,12 @@ class InProcessEngine:
         self.server_args = ServerArgs(model_path=str(model_path), **options)
         self.server_args.resolve_once()
         self.server_args.check_server_args()
-        ranks = SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        ranks = SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank)
         publish(self.server_args, role="scheduler", ranks=ranks)
         self._ports = PortArgs.init_new(self.server_args)
+        if nccl_port is not None:
+            # Not as an argument: SGLang waits for a port of its user's to be free, and rank 0 has it.
+            self._ports.nccl_port = nccl_port
         self._sockets: list[Any] = []
         try:
             with _endable_scheduler(self._sockets):
@@ -305,12 +319,25 @@ class InProcessEngine:
 
     def _step_until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s
-        while not done():
+        while not self._all_ranks(done()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {timeout_s} s for {what}")
             if self.step() is None:
                 # Storage threads need the interpreter lock.
                 time.sleep(0.001)
+
+    def _all_ranks(self, done: bool) -> bool:
+        """Whether every rank is done: a rank that stops early would leave the others' collectives alone."""
+        from sglang.srt.runtime_context import get_parallel
+
+        if get_parallel().tp_size == 1:
+            return done
+        import torch
+
+        flag = torch.tensor(int(done))
+        group = get_parallel().tp_group.cpu_group
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group)
+        return bool(flag)
 
     # Wiring.
 

@@ -1,0 +1,74 @@
+"""Several ranks on the CPU."""
+
+from __future__ import annotations
+
+from sglang_unified_kv.reference.edits.series import FEATURE, SERIES
+
+
+@SERIES.wrap(
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.prepare_mlp_sync_batch",
+    feature=FEATURE,
+    why="with DP attention it pins a tensor unless SGLang's own CPU engine is on, which is another one",
+    params="self, model_runner",
+    fingerprint="ec41c6440f6cdec8",
+)
+def prepare_without_pinned_memory(original, *args, **kwargs):
+    from unittest import mock
+
+    import torch
+
+    tensor = torch.tensor
+
+    def pageable(*values, pin_memory=False, **options):
+        return tensor(*values, **options)
+
+    with mock.patch.object(torch, "tensor", pageable):
+        return original(*args, **kwargs)
+
+
+@SERIES.replace(
+    "sglang.srt.layers.dp_attention:memcpy",
+    feature=FEATURE,
+    why="Triton, unless SGLang's own CPU engine is on, which has this one",
+    params="dst, src, dim, offset, sz, offset_src",
+    fingerprint="0bf497c3c4c467d0",
+)
+def memcpy(dst, src, dim, offset, sz, offset_src):
+    from sglang.srt.layers.dp_attention import memcpy_cpu
+
+    memcpy_cpu(dst, src, dim, int(offset), int(sz), offset_src)
+
+
+def _on_cpu(method: str):
+    """A collective that calls ``method`` of the group that is its last argument."""
+
+    def collective(*tensors, group_name):
+        from sglang.srt.distributed import parallel_state
+
+        getattr(parallel_state._groups[group_name](), method)(*tensors)
+
+    return collective
+
+
+for _name, _params, _fingerprint, _method in (
+    ("inplace_all_reduce", "tensor, group_name", "8d4aaba6d8cdcec5", "_all_reduce_in_place"),
+    (
+        "reg_all_gather_into_tensor",
+        "output, input, group_name",
+        "8f7f6842937f4167",
+        "_all_gather_into_tensor",
+    ),
+    (
+        "reg_reduce_scatter_tensor",
+        "output, input, group_name",
+        "693843b2fcc796e7",
+        "_reduce_scatter_tensor",
+    ),
+):
+    SERIES.replace(
+        f"sglang.srt.distributed.parallel_state:{_name}",
+        feature=FEATURE,
+        why="a custom op, registered with torch for the platform's device alone",
+        params=_params,
+        fingerprint=_fingerprint,
+    )(_on_cpu(_method))

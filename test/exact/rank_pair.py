@@ -1,0 +1,120 @@
+"""Two ranks of one server, each the real engine in a process of its own, that take the same calls in step."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
+from typing import Any
+
+RANKS = 2
+ANSWER_S = 400.0
+"""A rank that waits this long waits for a collective that the other never joins."""
+
+OPTIONS = dict(
+    hicache=True,
+    tp_size=RANKS,
+    max_total_tokens=12288,
+    chunked_prefill_size=512,
+    disable_custom_all_reduce=True,
+)
+
+
+class Pair:
+    """``pair(function, *arguments)`` calls ``function(rank, *arguments)`` on both and returns both results.
+
+    Raises:
+        AssertionError: a rank raised, or did not answer.
+    """
+
+    def __init__(self, pipes, processes):
+        self._pipes, self._processes = pipes, processes
+
+    def __call__(self, function: Callable, *arguments: Any) -> list[Any]:
+        port = _free_port()
+        for pipe in self._pipes:
+            pipe.send((function, port, arguments))
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._pipes):
+            # Whichever comes first: a rank that failed leaves the other in a collective.
+            waiting = [p for rank, p in enumerate(self._pipes) if rank not in answers]
+            ready = wait(waiting, ANSWER_S)
+            if not ready:
+                self.kill()
+                raise AssertionError(f"{function.__name__}: no rank answers, {answers.keys()} did")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                ok, answers[rank] = pipe.recv()
+                if not ok:
+                    self.kill()
+                    raise AssertionError(f"rank {rank}: {function.__name__}:\n{answers[rank]}")
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+@contextlib.contextmanager
+def rank_pair() -> Iterator[Pair]:
+    """Both processes, started and idle."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    pair = Pair(pipes, processes)
+    try:
+        yield pair
+    finally:
+        pair.kill()
+
+
+@contextlib.contextmanager
+def engine_of(rank: int, port: int, model: str, *, env: dict[str, str] | None = None, **options):
+    """This rank's engine; both ranks must enter and leave together."""
+    from sglang_unified_kv.reference.harness import InProcessEngine
+
+    kept = dict(os.environ)
+    os.environ.update(env or {})
+    try:
+        with InProcessEngine(model, rank=rank, nccl_port=port, **OPTIONS | options) as engine:
+            yield engine
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def _serve(rank: int, pipe) -> None:
+    # Two ranks on two cores; SGLang asks which cores, and looks for a GPU's NCCL otherwise.
+    os.environ.update(
+        SGLANG_CPU_OMP_THREADS_BIND="0|0",
+        SGLANG_NCCL_SO_PATH="/nonexistent",
+        SGLANG_ENABLE_RANK_CONSENSUS_CHECKER="1",
+    )
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    while True:
+        try:
+            function, port, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(rank, port, *arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,155 @@
+"""Two tensor-parallel ranks, and two data-parallel ones: real processes, real collectives."""
+
+import pytest
+import torch
+from oracle import (
+    Recorder,
+    assert_equal_runs,
+    bytes_of,
+    differing,
+    poison_rings,
+)
+from rank_pair import engine_of, rank_pair
+from sglang_unified_kv.reference.harness import prompt
+from storage_folder import STORAGE, at, records
+
+LENGTH, BOUNDARY = 700, 512
+DP = dict(enable_dp_attention=True, dp_size=2)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with rank_pair() as pair:
+        yield pair
+
+
+def hits(rank, port, model, text):
+    """A cold run, then hits from the device and the host, on one rank."""
+    with engine_of(rank, port, model, max_total_tokens=1536) as engine:
+        recorder = Recorder(engine)
+        cold = recorder.cold(text)
+        found = {}
+        for source in ("device", "host"):
+            if source == "host":
+                for seed in (1, 2):
+                    recorder.run(prompt(seed, 700), 1)
+            poison_rings(engine)
+            hit = recorder.run(text)
+            assert hit.cached_tokens == BOUNDARY, (source, hit.details)
+            assert differing(hit.resumed, cold.at_boundary[BOUNDARY]) == []
+            assert_equal_runs(hit, cold)
+            found[source] = hit.details
+        engine.tree.checkpoints.check_idle()
+        rows = engine.model_runner.model.state_dict()["model.layers.1.self_attn.wq_b.weight"]
+        return cold.output_ids, cold.logits, bytes_of(cold.ended), found, len(rows)
+
+
+def test_hits_of_two_tensor_parallel_ranks_equal_their_cold_run(pair, model_path, oracle):
+    first, second = pair(hits, str(model_path), oracle.text[:LENGTH])
+    tokens, logits, rings, found, rows = first
+    assert rows == second[4] == 4 * 512 // 2, "the weights are not sharded"
+    assert found == second[3]
+    assert found["device"] == {"device": BOUNDARY, "host": 0}
+    assert found["host"]["host"] > 0
+    assert tokens == second[0] and rings == second[2], "SGLang takes KV of the ranks for replicas"
+    alone = oracle.run(LENGTH)
+    for ours, other in zip(logits, second[1], strict=True):
+        assert torch.equal(ours, other)
+    # Sums over two shards round differently.
+    assert (logits[0] - alone.logits[0]).abs().max() < 0.2
+    assert not torch.equal(logits[0], alone.logits[0])
+
+
+def through_storage(rank, port, model, text, folder, lost):
+    """Serve a prompt, or hit what another engine stored; with ``lost`` this rank gets no such record."""
+    with engine_of(rank, port, model, env=at(folder), **STORAGE) as engine:
+        storage = engine.tree.cache_controller.storage_backend
+        fetch = storage.get_record
+        if rank == 1:
+            storage.get_record = lambda key, boundary, slot: (
+                boundary not in lost and fetch(key, boundary, slot)
+            )
+        poison_rings(engine)
+        run = Recorder(engine).run(text)
+        manager = engine.tree.checkpoints
+        manager.check_idle()
+        return run, storage._format.namespace, manager.stats.saved
+
+
+def test_a_restart_of_two_ranks_hits_what_rank_0_stored(pair, model_path, oracle, tmp_path):
+    def serve(lost=()):
+        text = oracle.text[:LENGTH]
+        return pair(through_storage, str(model_path), text, tmp_path, lost)
+
+    (cold, name, saved), (other, other_name, other_saved) = serve()
+    assert cold.cached_tokens == other.cached_tokens == 0
+    assert name == other_name, "rank 1 would look for what rank 0 stores under another name"
+    assert saved == len(records(tmp_path)) == 2 and other_saved == 0
+    for hit, *_ in serve():
+        assert hit.cached_tokens == hit.details["storage"] == BOUNDARY
+        assert differing(hit.resumed, cold.at_boundary[BOUNDARY]) == []
+        assert_equal_runs(hit, cold)
+    # One rank misses what the other got: both compute it again, and nobody waits for the other.
+    for hit, *_ in serve(lost=(BOUNDARY,)):
+        assert hit.cached_tokens == 0
+        assert_equal_runs(hit, cold)
+
+
+def jittered(rank, port, model):
+    """More prompts than either rank's store holds, in a store that is smaller on rank 1."""
+    budget = {"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": ("0.004", "0.0026")[rank]}
+    with engine_of(rank, port, model, env=budget) as engine:
+        recorder, found = Recorder(engine), []
+        prompts = [prompt(seed, 300 + 256 * (seed % 3)) for seed in range(4)]
+        for ids in [*prompts, *reversed(prompts), *prompts]:
+            found.append(recorder.run(ids, 1).cached_tokens)
+        manager = engine.tree.checkpoints
+        manager.check_idle()
+        return (
+            found,
+            manager.store.capacity,
+            manager.store.evictions,
+            sorted(manager.store._records),
+        )
+
+
+def test_ranks_with_other_budgets_agree_on_every_match(pair, model_path):
+    first, second = pair(jittered, str(model_path))
+    assert first == second
+    found, capacity, evictions, _ = first
+    assert capacity == 4 and evictions > 0
+    assert 0 in found[4:] and any(found[4:])
+
+
+def data_parallel(rank, port, model, texts, folder):
+    """Other prompts on each rank; what it generates, and hits its own cache with."""
+    text = texts[rank]
+    with engine_of(rank, port, model, env=at(folder), **STORAGE, **DP) as engine:
+        recorder = Recorder(engine)
+        poison_rings(engine)
+        first = recorder.run(text)
+        poison_rings(engine)
+        again = recorder.run(text)
+        engine.tree.checkpoints.check_idle()
+        name = engine.tree.cache_controller.storage_backend._format.namespace
+        return first, again, name
+
+
+def test_ranks_of_data_parallel_attention_reuse_on_their_own(pair, model_path, oracle, tmp_path):
+    texts = [oracle.text[:LENGTH], oracle.text[:950]]
+
+    def serve(texts):
+        return pair(data_parallel, str(model_path), texts, tmp_path)
+
+    colds = serve(texts)
+    for (cold, again, _), boundary in zip(colds, (512, 768), strict=True):
+        assert cold.cached_tokens == 0 and again.cached_tokens == boundary
+        assert differing(again.resumed, cold.at_boundary[boundary]) == []
+        assert_equal_runs(again, cold)
+    assert colds[0][2] == colds[1][2], "the ranks would not share what they store"
+    # After a restart each rank gets the other's prompt.
+    for (hit, _, _), (cold, *_), boundary in zip(
+        serve(texts[::-1]), colds[::-1], (768, 512), strict=True
+    ):
+        assert hit.cached_tokens == hit.details["storage"] == boundary
+        assert_equal_runs(hit, cold)
