@@ -1,4 +1,4 @@
-"""``check`` against real servers, stock and exact, and its arithmetic."""
+"""``check`` against a real server (a stock one: test_server.py), and its arithmetic."""
 
 import json
 import os
@@ -11,39 +11,29 @@ from sglang_unified_kv.cli.determinism import Plan, Report, compare, requests_of
 from sglang_unified_kv.cli.server import ServerProcess, free_port
 from typer.testing import CliRunner
 
-SMALL = "--tails 32,160 --rounds 6 --churn 8 --churn-tokens 200 --batch 2 --output-tokens 12"
+SMALL = "--tails 32,160 --rounds 4 --churn 8 --churn-tokens 140 --batch 4 --output-tokens 8"
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("server, code", [("exact", 0), ("stock", 1)])
-def test_a_live_server_is_told_apart(model_path, tmp_path, server, code):
+def test_a_live_server_is_deterministic(model_path, tmp_path):
     port = free_port()
-    env = environment(server, os.environ, storage=tmp_path / "storage")
+    env = environment("exact", os.environ, storage=tmp_path / "storage")
     with ServerProcess(launch_command(model_path, port), env, tmp_path / "log") as process:
         url = f"http://127.0.0.1:{port}"
         process.wait_until(SGLangClient(url).healthy, timeout_s=600)
         arguments = f"check --url {url} {SMALL} --token-ids 6-1023 --seed 7 --json".split()
         run = CliRunner().invoke(app, [*arguments, str(tmp_path / "out.json")])
-        assert run.exit_code == code, run.output
-        again = CliRunner().invoke(app, arguments[:-1])
-        assert again.exit_code == 1 and "use another --seed" in " ".join(again.output.split())
+    assert run.exit_code == 0, run.output
     document = json.loads((tmp_path / "out.json").read_text())
-    assert document["deterministic"] == (code == 0)
+    assert document["deterministic"] and not document["reasons"]
     near, far = document["tails"]
     assert [tail["prompt_tokens"] for tail in (near, far)] == [544, 672]
-    if server == "exact":
-        for tail in (near, far):
-            assert tail["outside_majority"] == tail["unlike_cold"] == 0
-            assert tail["logprobs_unlike_cold"] == 0
-            assert tail["cached_tokens"] == {"512": 6}
-            assert sum(tail["cached_by"].values()) == 6 * 512
-        assert (near["credit"], far["credit"]) == (256, 0)
-    else:
-        assert (near["cached_tokens"], far["cached_tokens"]) == ({"256": 6}, {"512": 6})
-        assert (near["credit"], far["credit"]) == (0, 0)
-        assert near["unlike_cold"] + far["unlike_cold"] > 0
-        assert near["logprobs_unlike_cold"] + near["unlike_cold"] > 0
-        assert document["reasons"]
+    for tail in (near, far):
+        assert tail["outside_majority"] == tail["unlike_cold"] == tail["logprobs_unlike_cold"] == 0
+        assert tail["cached_tokens"] == {"512": 4}
+        assert sum(tail["cached_by"].values()) == 4 * 512
+    # Stock would not have reused the page that the last window begins in.
+    assert (near["credit"], far["credit"]) == (256, 0)
 
 
 def generation(*tokens, cached=512, logprob=-1.0):

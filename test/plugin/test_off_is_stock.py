@@ -1,9 +1,6 @@
 """Off is a strict no-op: the same workload with and without our product entry, token for token."""
 
 import json
-import os
-import subprocess
-import sys
 
 WORKLOAD = """
 import json, sys
@@ -21,30 +18,22 @@ with InProcessEngine(sys.argv[1], hicache=True, chunked_prefill_size=512, max_to
         "hooks": sorted(HookRegistry._hooks),
     }
 print("REPORT" + json.dumps(report))
-import os
-os._exit(0)
 """
 
 
-def run_workload(model_path, **environ):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_UNIFIED_KV_")}
-    env |= {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1", **environ}
-    done = subprocess.run(
-        [sys.executable, "-c", WORKLOAD, str(model_path)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT")]
-    assert lines, done.stderr[-3000:]
+def run_workload(forks, model_path, **environ):
+    env = {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1", **environ}
+    ended = forks.run(WORKLOAD, env, argv=["x", str(model_path)])
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("REPORT")]
+    assert lines, ended.stderr[-3000:]
     return json.loads(lines[0].removeprefix("REPORT"))
 
 
-def test_both_entries_with_the_product_off_equal_the_reference_entry_alone(model_path):
+def test_both_entries_with_the_product_off_equal_the_reference_entry_alone(forks, model_path):
     reference = "sglang_unified_kv_reference"
-    alone = run_workload(model_path, SGLANG_PLUGINS=reference)
+    alone = run_workload(forks, model_path, SGLANG_PLUGINS=reference)
     off = run_workload(
+        forks,
         model_path,
         SGLANG_PLUGINS=f"{reference},sglang_unified_kv",
         SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE="0",
