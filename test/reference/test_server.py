@@ -95,7 +95,7 @@ def test_chat(post):
 
 def test_check_finds_the_fault_of_stock(url, tmp_path):
     arguments = (
-        f"check --url {url} --tails 32,160 --rounds 4 --churn 8 --churn-tokens 140 --batch 4"
+        f"check --url {url} --tails 32,160 --rounds 4 --churn 4 --churn-tokens 140 --batch 1"
     )
     arguments += f" --output-tokens 8 --token-ids 6-1023 --seed 7 --json {tmp_path / 'out.json'}"
     run = CliRunner().invoke(app, arguments.split())
