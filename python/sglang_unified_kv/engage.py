@@ -34,7 +34,6 @@ class EnvironmentFacts:
         reference_engine: ``SGLANG_UNIFIED_KV_REFERENCE_ENGINE`` is on.
         flashmla_backend: ``SGLANG_HACK_FLASHMLA_BACKEND``.
         unified_kv_gate: what SGLang's own ``is_unified_kv_triton`` answers.
-        unified_kv_fp8: ``SGLANG_DSV4_UNIFIED_KV_FP8``, the fp8 two-pool layout.
         compress_state_dtype: ``SGLANG_DSV4_COMPRESS_STATE_DTYPE``.
     """
 
@@ -42,7 +41,6 @@ class EnvironmentFacts:
     reference_engine: bool
     flashmla_backend: str
     unified_kv_gate: bool
-    unified_kv_fp8: bool
     compress_state_dtype: str
 
 
@@ -156,10 +154,6 @@ ENVIRONMENT_OBSTACLES = (
     Rule(
         lambda f: f.compress_state_dtype in ("float32", "fp32"),
         "SGLANG_DSV4_COMPRESS_STATE_DTYPE={compress_state_dtype}: set it to float32",
-    ),
-    Rule(
-        lambda f: not f.unified_kv_fp8,
-        "SGLANG_DSV4_UNIFIED_KV_FP8=1: the fp8 two-pool layout is not supported yet; unset it",
     ),
 )
 

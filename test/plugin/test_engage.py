@@ -20,7 +20,6 @@ GOOD = Facts(
     reference_engine=False,
     flashmla_backend="unified_kv_triton",
     unified_kv_gate=True,
-    unified_kv_fp8=False,
     compress_state_dtype="float32",
     architecture="DeepseekV4ForCausalLM",
     model_type="deepseek_v4",
@@ -67,7 +66,6 @@ MISSING = [
 OBSTACLES = [
     (dict(unified_kv_gate=False), "sglang_unified_kv_reference"),
     (dict(compress_state_dtype="bfloat16"), "SGLANG_DSV4_COMPRESS_STATE_DTYPE=bfloat16"),
-    (dict(unified_kv_fp8=True), "SGLANG_DSV4_UNIFIED_KV_FP8=1"),
     (dict(hicache_write_policy="write_back"), "--hicache-write-policy write_back"),
     (
         dict(hicache_write_policy="write_through_selective"),

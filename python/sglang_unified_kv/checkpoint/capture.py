@@ -75,17 +75,21 @@ class InteriorCapture:
         Args:
             section: index into the layout's sections.
             ring: that section's ring, as it was before the chunk.
-            flat_rows: ``[tokens, width]``, the chunk's rows in batch order, any float dtype.
+            flat_rows: ``[tokens, width]``, the chunk's rows in batch order: in the ring's dtype or one
+                that the engine converts to it, or packed bytes.
         """
         target = self._mover.sections[section]
         rows = target.shape[1]
         key = (rows, ring.size)
         if key not in self._index:
             self._index[key] = _FlatIndex(self.captures, rows, ring.size, self._mover.device)
-        index = self._index[key]
-        taken = flat_rows.index_select(0, index.flat).to(ring.buffer.dtype)
+        index, before = self._index[key], ring.buffer
+        if before.element_size() == 1:
+            # Packed rows are bytes, not numbers: scales stand among the values.
+            flat_rows, before = flat_rows.view(torch.uint8), before.view(torch.uint8)
+        taken = flat_rows.index_select(0, index.flat).to(before.dtype)
         if index.where is not None:
-            taken.index_copy_(0, index.where, ring.buffer.index_select(0, index.ring))
+            taken.index_copy_(0, index.where, before.index_select(0, index.ring))
         target[self._slots] = as_words(taken).unflatten(0, (-1, rows))
         self._missing.discard(section)
 

@@ -4,6 +4,7 @@ A record is one contiguous run of bytes, so that window and states can only trav
 copy moves it. Sections stand in this order, without gaps other than the final padding::
 
     window           one per layer:     [window rows, bytes of a KV row]
+    window rope      one per layer, in the fp8 two-pool layout alone: [window rows, bytes of a rope row]
     attention state  one per C4 layer:  [overlap rows, bytes of a compressor state row]
     indexer state    one per C4 layer:  [overlap rows, bytes of an indexer state row]
     zero padding to a multiple of RECORD_ALIGNMENT
@@ -26,8 +27,13 @@ class Kind(str, Enum):
     """What a section holds."""
 
     WINDOW = "window"
+    WINDOW_ROPE = "window_rope"
     ATTENTION_STATE = "attention_state"
     INDEXER_STATE = "indexer_state"
+
+
+WINDOW_KINDS = frozenset({Kind.WINDOW, Kind.WINDOW_ROPE})
+STATE_KINDS = frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE})
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class CheckpointLayout:
         order = list(Kind)
         sections, offset = [], 0
         for ring in sorted(rings, key=lambda r: (order.index(r.kind), r.layer)):
-            rows = window if ring.kind is Kind.WINDOW else overlap
+            rows = window if ring.kind in WINDOW_KINDS else overlap
             sections.append(Section(ring, rows, offset))
             offset += rows * ring.row_bytes
         return cls(page_size, window, overlap, tuple(sections))

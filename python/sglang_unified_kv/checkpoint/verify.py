@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from .layout import Kind
+from .layout import WINDOW_KINDS
 from .restore import Restore
 from .rings import Ring, RowIndex
 from .staging import RecordMover
@@ -99,6 +99,6 @@ class Verifier:
         """Hex digests of the windows and of the states."""
         window, state = xxhash.xxh3_128(), xxhash.xxh3_128()
         for section, rows in zip(self._mover.layout.sections, sections, strict=True):
-            digest = window if section.spec.kind is Kind.WINDOW else state
+            digest = window if section.spec.kind in WINDOW_KINDS else state
             digest.update(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return window.hexdigest(), state.hexdigest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..checkpoint.layout import Kind
+from ..checkpoint.layout import STATE_KINDS, WINDOW_KINDS, Kind
 from .active import manager_of
 from .series import SERIES
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 _FEATURE = "bit-exact hicache"
 _HIP = "sglang.srt.layers.attention.deepseek_v4_backend_hip_radix:DeepseekV4HipRadixBackend"
 _COMPRESSOR = "sglang.srt.layers.attention.dsv4.compressor_v2:CompressorBackendMixin"
-_WINDOW = frozenset({Kind.WINDOW})
-_STATES = frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE})
 
 
 @SERIES.wrap(
@@ -28,24 +26,32 @@ _STATES = frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE})
     "core_attn_metadata, save_kv_cache, q_rope, k_rope, wo_a_quant_freqs",
     fingerprint="d5fee8151aa3bb71",
 )
-def forward_unified_kv(original, self, *, kv, layer, forward_batch, **kwargs):
+def forward_unified_kv(original, self, *, kv, layer, forward_batch, k_rope=None, **kwargs):
     if kv is not None:
-        self.capture_swa_windows(layer=layer, kv=kv, forward_batch=forward_batch)
-    return original(self, kv=kv, layer=layer, forward_batch=forward_batch, **kwargs)
+        self.capture_swa_windows(layer=layer, kv=kv, forward_batch=forward_batch, k_rope=k_rope)
+    return original(self, kv=kv, layer=layer, forward_batch=forward_batch, k_rope=k_rope, **kwargs)
 
 
 @SERIES.member(
     f"{_HIP}.capture_swa_windows", feature=_FEATURE, why="implements the extension point"
 )
 def capture_swa_windows(
-    self, *, layer: RadixAttention, kv: torch.Tensor, forward_batch: ForwardBatch
+    self,
+    *,
+    layer: RadixAttention,
+    kv: torch.Tensor,
+    forward_batch: ForwardBatch,
+    k_rope: torch.Tensor | None = None,
 ) -> None:
     manager = manager_of(self.token_to_kv_pool)
     if manager is not None and manager.armed:
         pool = self.token_to_kv_pool
-        # The raw buffer: the accessor waits for this layer's load-back, which never writes the ring.
-        ring = pool.unified_kv_pool.kv_buffer[layer.layer_id - pool._stage_start]
-        manager.capture_interior(Kind.WINDOW, ring.data_ptr(), kv)
+        # The raw buffers: the accessors wait for this layer's load-back, which never writes the ring.
+        unified, i = pool.unified_kv_pool, layer.layer_id - pool._stage_start
+        manager.capture_interior(Kind.WINDOW, unified.kv_buffer[i].data_ptr(), kv)
+        if k_rope is not None:
+            rope = unified.kv_buffer_rope[i]
+            manager.capture_interior(Kind.WINDOW_ROPE, rope.data_ptr(), k_rope)
 
 
 @SERIES.wrap(
@@ -81,7 +87,7 @@ def forward_compress_all_in_one(
 def capture_swa_windows_decode(self, forward_batch: ForwardBatch) -> None:
     manager = manager_of(self.token_to_kv_pool)
     if manager is not None:
-        manager.capture_ends(_WINDOW)
+        manager.capture_ends(WINDOW_KINDS)
 
 
 @SERIES.member(
@@ -92,4 +98,4 @@ def capture_swa_windows_decode(self, forward_batch: ForwardBatch) -> None:
 def capture_compress_state_windows_decode(self, forward_batch: ForwardBatch) -> None:
     manager = manager_of(self.token_to_kv_pool)
     if manager is not None:
-        manager.capture_ends(_STATES)
+        manager.capture_ends(STATE_KINDS)

@@ -54,9 +54,14 @@ def device_slots(settings: Settings, page_size: int, context_tokens: int) -> int
 def rings_of(pool: DeepSeekV4TokenToKVPool) -> list[Ring]:
     """Window, attention-state and indexer-state rings of the target model, in record order."""
     first = pool._stage_start
+    windows = [(Kind.WINDOW, pool.unified_kv_pool.kv_buffer)]
+    if pool.unified_kv_pool.fp8:
+        # Two pools with the same rows: packed fp8 with its scales, and the rope half in bf16.
+        windows.append((Kind.WINDOW_ROPE, pool.unified_kv_pool.kv_buffer_rope))
     rings = [
-        Ring.of(Kind.WINDOW, first + i, buffer, pool.unified_swa_ring_size)
-        for i, buffer in enumerate(pool.unified_kv_pool.kv_buffer)
+        Ring.of(kind, first + i, buffer, pool.unified_swa_ring_size)
+        for kind, buffers in windows
+        for i, buffer in enumerate(buffers)
     ]
     for kind, states in (
         (Kind.ATTENTION_STATE, pool.compress_state_pools),

@@ -33,7 +33,12 @@ _FIELDS = {"feature": "bit-exact hicache", "why": "extension point, inert by def
 
 @SERIES.member(f"{_BACKEND}.capture_swa_windows", **_FIELDS)
 def capture_swa_windows(
-    self, *, layer: RadixAttention, kv: torch.Tensor, forward_batch: ForwardBatch
+    self,
+    *,
+    layer: RadixAttention,
+    kv: torch.Tensor,
+    forward_batch: ForwardBatch,
+    k_rope: torch.Tensor | None = None,
 ) -> None:
     """Capture windows at boundaries inside the chunks of an extend.
 
@@ -41,6 +46,7 @@ def capture_swa_windows(
         layer: the attention layer about to store its rows.
         kv: ``[tokens, row width]``, the chunk's KV rows in the pool's row format, batch order.
         forward_batch: the forward in progress.
+        k_rope: ``[tokens, rope width]``, the rope half of the rows in the fp8 two-pool layout.
     """
 
 

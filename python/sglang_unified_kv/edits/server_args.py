@@ -117,6 +117,5 @@ def _environment() -> dict[str, Any]:
         "reference_engine": os.environ.get(REFERENCE_ENGINE) == "1",
         "flashmla_backend": envs.SGLANG_HACK_FLASHMLA_BACKEND.get(),
         "unified_kv_gate": unified_kv_gate.is_unified_kv_triton(),
-        "unified_kv_fp8": envs.SGLANG_DSV4_UNIFIED_KV_FP8.get(),
         "compress_state_dtype": envs.SGLANG_DSV4_COMPRESS_STATE_DTYPE.get().strip().lower(),
     }
