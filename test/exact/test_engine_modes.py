@@ -153,3 +153,31 @@ def test_two_live_requests_of_one_id_keep_their_captures_apart(make_engine):
             hit = Recorder(built).run(ids)
             assert hit.cached_tokens == 768
             assert differing(hit.resumed, expected.at_boundary[768]) == []
+
+
+def test_a_preempted_request_comes_back_through_the_gate(make_engine, oracle):
+    with make_engine(
+        chunked_prefill_size=512,
+        max_running_requests=1,
+        enable_priority_scheduling=True,
+        priority_scheduling_preemption_threshold=0,
+    ) as engine:
+        recorder, manager = Recorder(engine), engine.tree.checkpoints
+        urgent = prompt(40, 600)
+        low, high = recorder.cold(oracle.text[:700], 12), recorder.cold(urgent, 3)
+        engine.flush()
+        first = engine.submit(oracle.text[:700], 12, priority=0)
+        while not engine.scheduler.running_batch.reqs:
+            engine.step()
+        for _ in range(5):
+            engine.step()
+        (request,) = engine.scheduler.running_batch.reqs
+        second = engine.submit(urgent, 3, priority=9)
+        engine.step()
+        assert request.retraction_count == 1, "nothing was preempted"
+        assert manager.stats.restored == 0
+        runs = recorder.finish({first: 700, second: len(urgent)})
+        assert [run.output_ids for run in runs] == [low.output_ids, high.output_ids]
+        # What a retracted request computed is not inserted: it resumes where its prompt's prefill left it.
+        assert manager.stats.restored == 1 and runs[0].starts == [512]
+        manager.check_idle()
