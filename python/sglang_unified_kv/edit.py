@@ -19,7 +19,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -308,7 +308,7 @@ class Series:
         from sglang.srt.plugins.hook_registry import HookRegistry
 
         reasons = []
-        originals: dict[int, str] = {}
+        originals: dict[int, list[str]] = {}
         for edit in self._edits:
             if edit.kind in (Kind.OVERRIDE, Kind.RELIES_ON):
                 continue
@@ -329,13 +329,15 @@ class Series:
                 reasons.append(f"{where}: another plugin registered a hook ({', '.join(names)})")
             original = getattr(_function(installed), "__wrapped__", None)
             if edit.kind in (Kind.WRAP, Kind.REPLACE) and original is not None:
-                originals[id(original)] = where
+                originals.setdefault(id(original), []).append(where)
         # Modules that still hold the bare upstream function through ``from ... import``.
-        for module, _, value in _bindings():
-            where = originals.get(id(value))
-            if where is not None and getattr(module, "__name__", "").startswith("sglang."):
-                reasons.append(f"{where}: {module.__name__} still holds the original")
-        return reasons
+        stale = {
+            (where, module.__name__): None
+            for module, _, value in _bindings()
+            if getattr(module, "__name__", "").startswith("sglang.")
+            for where in originals.get(id(value), ())
+        }
+        return reasons + [f"{where}: {name} still holds the original" for where, name in stale]
 
 
 def _bindings() -> Iterator[tuple[ModuleType, str, Any]]:
@@ -354,6 +356,7 @@ def _propagated_at_once() -> Iterator[None]:
     """
     from sglang.srt.plugins import hook_registry
 
+    # With the original, so that its id stays its own.
     replaced: dict[int, tuple[object, object, object]] = {}
 
     def collect(original: object, wrapped: object, source_module: object) -> int:
@@ -367,6 +370,10 @@ def _propagated_at_once() -> Iterator[None]:
     finally:
         hook_registry._propagate_patch = upstream
         for module, name, value in _bindings():
-            _, wrapped, source_module = replaced.get(id(value), (None, None, module))
-            if source_module is not module:
-                setattr(module, name, wrapped)
+            wrapped, source_module = value, module
+            # A target that was reached by two names was replaced twice.
+            while id(wrapped) in replaced:
+                _, wrapped, source_module = replaced[id(wrapped)]
+            if wrapped is not value and source_module is not module:
+                with suppress(AttributeError, TypeError):
+                    setattr(module, name, wrapped)

@@ -25,7 +25,8 @@ def test_a_live_server_is_deterministic(model_path, tmp_path):
         run = CliRunner().invoke(app, [*arguments, str(tmp_path / "out.json")])
     assert run.exit_code == 0, run.output
     document = json.loads((tmp_path / "out.json").read_text())
-    assert document["deterministic"] and not document["reasons"]
+    assert document["verdict"] == "deterministic"
+    assert document["faults"] == document["doubts"] == []
     near, far = document["tails"]
     assert [tail["prompt_tokens"] for tail in (near, far)] == [544, 672]
     for tail in (near, far):
@@ -57,12 +58,17 @@ def test_stock_keeps_the_last_window_out_of_a_hit():
     ]
 
 
-def test_nothing_reused_and_a_warm_first_run_are_no_pass():
-    miss = compare(32, generation(1, cached=0), [generation(1, cached=0)])
-    assert ["nothing was reused" in reason for reason in Report(Plan(), [miss]).reasons()] == [True]
-    hit = compare(32, generation(1), [generation(1)])
-    assert Report(Plan(), [hit], {32: 0}).reasons() == []
-    assert ["not cold" in r for r in Report(Plan(), [hit], {32: 512}).reasons()] == [True]
+def test_a_verdict_needs_hits_and_a_cold_first_run():
+    def verdict(first_run, *repeated):
+        result = compare(32, generation(1, cached=0), repeated)
+        report = Report(Plan(), [result], {32: first_run})
+        return report.verdict, [line.split(": ")[1][:12] for line in report.doubts()]
+
+    hit, miss = generation(1), generation(1, cached=0)
+    assert verdict(0, hit, miss) == ("deterministic", [])
+    assert verdict(0, hit, miss, miss) == ("inconclusive", ["only 1 of 3 "])
+    assert verdict(512, hit) == ("inconclusive", ["its first ru"])
+    assert verdict(512, generation(2), miss, miss)[0] == "not deterministic"
 
 
 def test_requests_are_counted_before_they_are_sent():
@@ -72,7 +78,11 @@ def test_requests_are_counted_before_they_are_sent():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ("--tails 16,x", "--tails '16,x': give positive numbers"),
+        ("--tails 16,x", "--tails '16,x': give different positive numbers"),
+        ("--tails 16,16", "--tails '16,16': give different"),
+        ("--token-ids ²-³", "--token-ids '²-³': give LOW-HIGH"),
+        ("--json .", "--json .: is a folder"),
+        ("--timeout 0", "--timeout"),
         ("--tails 0", "--tails '0'"),
         ("--token-ids 9-5", "--token-ids '9-5': give LOW-HIGH"),
         ("--json no/such/folder.json", "its folder does not exist"),

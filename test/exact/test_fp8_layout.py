@@ -14,8 +14,9 @@ from sglang_unified_kv.checkpoint.capture import Capture, EndCapture, InteriorCa
 from sglang_unified_kv.checkpoint.layout import WINDOW_KINDS, Kind
 from sglang_unified_kv.checkpoint.restore import Restore, restore
 from sglang_unified_kv.checkpoint.store import Record
+from sglang_unified_kv.edits.attention import forward_unified_kv
 
-WINDOW, START, BOUNDARY, END = 128, 300, 512, 700
+WINDOW, START, END = 128, 300, 700
 SLOT, OTHER = 1, 2
 
 
@@ -73,11 +74,10 @@ def test_both_pools_are_rings_of_the_record(engine, manager):
     }
 
 
-@pytest.mark.parametrize("boundary", [BOUNDARY, END], ids=["inside the chunk", "at its end"])
+@pytest.mark.parametrize("boundary", [384, END], ids=["inside the chunk", "at its end"])
 def test_rows_come_back_byte_for_byte_in_another_slot(manager, boundary):
     """``[0, START)`` was computed before, ``[START, END)`` is the chunk; the window reaches into both."""
     rings, mover = manager.rings, manager.mover
-    boundary = 384 if boundary == BOUNDARY else END
     before = [random_rows(r, START, seed) for seed, r in enumerate(rings)]
     chunk = [random_rows(r, END - START, 100 + seed) for seed, r in enumerate(rings)]
     for ring, rows in zip(rings, before, strict=True):
@@ -104,15 +104,21 @@ def test_rows_come_back_byte_for_byte_in_another_slot(manager, boundary):
         assert torch.equal(found, expected), ring.spec
 
 
-def test_a_layer_hands_over_both_halves(engine, manager, monkeypatch):
-    taken = []
+def test_a_layer_hands_over_both_halves_and_passes_them_on(engine, manager, monkeypatch):
+    taken, passed = [], {}
     monkeypatch.setattr(type(manager), "armed", True)
     monkeypatch.setattr(manager, "capture_interior", lambda *arguments: taken.append(arguments))
-    unified, backend = engine.pool.unified_kv_pool, SimpleNamespace(token_to_kv_pool=engine.pool)
-    nope, rope = object(), object()
-    DeepseekV4HipRadixBackend.capture_swa_windows(
-        backend, layer=SimpleNamespace(layer_id=2), kv=nope, forward_batch=None, k_rope=rope
+    unified, backend = engine.pool.unified_kv_pool, engine.model_runner.attn_backend
+    nope, rope, layer = object(), object(), SimpleNamespace(layer_id=2)
+    forward_unified_kv(
+        lambda self, **kwargs: passed.update(kwargs),
+        backend,
+        kv=nope,
+        layer=layer,
+        forward_batch=None,
+        k_rope=rope,
     )
+    assert passed == dict(kv=nope, layer=layer, forward_batch=None, k_rope=rope)
     assert taken == [
         (Kind.WINDOW, unified.kv_buffer[2].data_ptr(), nope),
         (Kind.WINDOW_ROPE, unified.kv_buffer_rope[2].data_ptr(), rope),

@@ -121,6 +121,30 @@ def test_ranks_with_other_budgets_agree_on_every_match(pair, model_path):
     assert 0 in found[4:] and any(found[4:])
 
 
+def updated(rank, port, model, folder):
+    """What the storage of each rank is called at start and after updates, of which rank 1 has one more."""
+    with engine_of(rank, port, model, env=at(folder), **STORAGE) as engine:
+        tree, names = engine.tree, []
+        storage = tree.cache_controller.storage_backend
+        for updates in (0, 1, rank):
+            for _ in range(updates):
+                tree.checkpoints.suspend()
+                # Not through the engine: a rank whose update failed is not flushed, and nobody waits for it.
+                tree.reset()
+            names.append(storage._format.namespace)
+        assert not tree.checkpoints.suspended
+        return names
+
+
+def test_updated_weights_are_named_without_the_other_ranks(pair, model_path, tmp_path):
+    first, second = pair(updated, str(model_path), tmp_path)
+    assert first[0] == second[0] and first[1] == second[1] != first[0]
+    assert first[2] == first[1] and second[2] not in first
+    again, _ = pair(updated, str(model_path), tmp_path)
+    assert again[0] == first[0], "a restart finds what was stored"
+    assert again[1] != first[1], "after an update only this start of the server knows the weights"
+
+
 def data_parallel(rank, port, model, texts, folder):
     """Other prompts on each rank; what it generates, and hits its own cache with."""
     text = texts[rank]

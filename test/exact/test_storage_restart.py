@@ -88,7 +88,7 @@ def test_the_namespace_is_filled_from_the_engine(make):
     with make() as engine:
         tree = engine.tree
         digest = weights_digest(tree._model.state_dict().items())
-        found = identity_of(tree, tree.checkpoints, tree._model_config.hf_config, digest)
+        found = identity_of(tree, tree._model_config.hf_config, digest)
         assert found.namespace == tree._record_format().namespace
         pool = engine.pool
     assert found.layout == tree.checkpoints.mover.layout.fingerprint

@@ -106,7 +106,7 @@ def test_check_finds_the_fault_of_stock(url, tmp_path):
     assert (near["cached_tokens"], far["cached_tokens"]) == ({"256": 4}, {"512": 4})
     assert (near["credit"], far["credit"]) == (0, 0)
     assert near["unlike_cold"] == far["unlike_cold"] == 4
-    assert not document["deterministic"] and len(document["reasons"]) >= 2
+    assert document["verdict"] == "not deterministic" and len(document["faults"]) >= 2
     arguments = f"check --url {url} --tails 32 --rounds 1 --churn 0 --token-ids 6-1023 --seed 7"
     again = CliRunner().invoke(app, arguments.split())
-    assert again.exit_code == 1 and "use another --seed" in " ".join(again.output.split())
+    assert again.exit_code in (1, 2) and "use another --seed" in " ".join(again.output.split())

@@ -30,7 +30,8 @@ class Identity:
         pages: (pool, layers, bytes per layer and page) of every host pool of compressed pages; the fp8
             layout has other pools and sizes than bf16.
         model: architecture and configuration of the served model.
-        weights: digest of the weights that are loaded, not of a name or path.
+        weights: digests of the weights that all ranks loaded, not of a name or path; after an update on
+            several ranks, its number in this start of the server.
         ranks: (tensor parallel, attention tensor parallel) sizes; sums over other numbers of ranks round
             differently.
         bigram: page hashes are over token pairs (speculative decoding).

@@ -75,8 +75,8 @@ class StorageTraffic:
         # Told the host slot of a record that was fetched and published; for debugging.
         self.on_fetched: Callable[[int], None] | None = None
         self.saving = 0
-        self._saves: set[Save] = set()
-        self._fetches: set[Fetch] = set()
+        self._saves: dict[Save, None] = {}
+        self._fetches: dict[Fetch, None] = {}
 
     @property
     def fetching(self) -> int:
@@ -107,13 +107,13 @@ class StorageTraffic:
         if not records:
             return None
         save = Save(records)
-        self._saves.add(save)
+        self._saves[save] = None
         return save
 
     def saved(self, save: Save) -> None:
         """Storage is done with the records, well or badly. Void after :meth:`clear`."""
         if save in self._saves:
-            self._saves.remove(save)
+            self._saves.pop(save, None)
             self.saving -= len(save.records)
             for record in save.records:
                 self._store.unpin(record)
@@ -134,7 +134,7 @@ class StorageTraffic:
         fetch.resident = {b: key for b, key in fetch.resident.items() if key in self._store}
         if not fetch.slots and not fetch.resident:
             return False
-        self._fetches.add(fetch)
+        self._fetches[fetch] = None
         return True
 
     def publish(self, fetch: Fetch, keys: Sequence[str], pages: int, *, own_pages: bool) -> None:
@@ -166,7 +166,7 @@ class StorageTraffic:
     def fetched(self, fetch: Fetch) -> None:
         """The storage thread is done with the prefetch: free what was not published."""
         if fetch in self._fetches:
-            self._fetches.remove(fetch)
+            self._fetches.pop(fetch, None)
             self._stats.fetch_unused += sum(
                 1 for slot in fetch.arrived.values() if slot in fetch.slots.values()
             )

@@ -39,14 +39,15 @@ def check(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for one answer.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for an answer.")] = 300.0,
 ) -> None:
     """Send identical prompts whose prefix is cached, and count the answers that are not alike.
 
     Nothing is flushed: the prompts are random, so that each one's first run is cold. Other traffic
     does no harm but may evict what is to be reused.
 
-    Exit code 0: all answers of every prompt are its cold run's. 1: not so. 2: it could not be run.
+    Exit code 0: all answers of every prompt are its cold run's. 1: not so. 2: it could not be run, or
+    too little was reused to tell.
     """
     console = Console(highlight=False)
     require_extra(console, "requests")
@@ -61,13 +62,14 @@ def check(
         seed=secrets.randbits(32) if seed is None else seed,
     )
     if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{json_file}: its folder does not exist; create it")
+        raise typer.BadParameter(f"--json {json_file}: its folder does not exist; create it")
+    if json_file is not None and json_file.is_dir():
+        raise typer.BadParameter(f"--json {json_file}: is a folder; name a file")
     report = _run(console, plan, url, timeout)
+    _print(console, report)
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    reasons = report.reasons()
-    _print(console, report, reasons)
-    raise typer.Exit(1 if reasons else 0)
+    raise typer.Exit({"deterministic": 0, "not deterministic": 1}.get(report.verdict, 2))
 
 
 def _tails(text: str) -> tuple[int, ...]:
@@ -75,14 +77,16 @@ def _tails(text: str) -> tuple[int, ...]:
         tails = tuple(int(part) for part in text.split(","))
     except ValueError:
         tails = ()
-    if not tails or min(tails) < 1:
-        raise typer.BadParameter(f"--tails {text!r}: give positive numbers, as in 16,127,220")
+    if not tails or min(tails) < 1 or len(set(tails)) < len(tails):
+        raise typer.BadParameter(
+            f"--tails {text!r}: give different positive numbers, as in 16,127,220"
+        )
     return tails
 
 
 def _token_ids(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
-    if not (low.isdigit() and high.isdigit() and int(low) < int(high)):
+    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
         raise typer.BadParameter(f"--token-ids {text!r}: give LOW-HIGH, as in 1000-100000")
     return int(low), int(high)
 
@@ -101,13 +105,18 @@ def _run(console: Console, plan: Plan, url: str, timeout: float) -> Report:
             progress.update(task, description=what, advance=count)
 
         try:
+            page = client.server_info().get("page_size")
+            if page != PAGE_TOKENS:
+                raise ClientError(
+                    f"{url}: its page size is {page}, this check is for {PAGE_TOKENS}"
+                )
             return run(plan, client, sent)
         except ClientError as error:
             console.print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
             raise typer.Exit(2) from error
 
 
-def _print(console: Console, report: Report, reasons: list[str]) -> None:
+def _print(console: Console, report: Report) -> None:
     plan = report.plan
     table = Table(
         title=f"{plan.rounds} identical prompts per tail, seed {plan.seed}", title_justify="left"
@@ -131,10 +140,10 @@ def _print(console: Console, report: Report, reasons: list[str]) -> None:
             f"{result.credit:+.0f}",
         )
     console.print(table)
-    for reason in reasons:
+    for reason in report.faults() + report.doubts():
         console.print(f"- {escape(reason)}")
-    verdict = "[red]not deterministic[/red]" if reasons else "[green]deterministic[/green]"
-    console.print(f"verdict: {verdict}")
+    color = {"deterministic": "green", "not deterministic": "red"}.get(report.verdict, "yellow")
+    console.print(f"verdict: [{color}]{report.verdict}[/{color}]")
 
 
 def _count(count: int) -> str:

@@ -118,6 +118,10 @@ class SGLangClient:
             raise ClientError(
                 f"{self.base_url}/generate: unexpected answer ({error!r}): {answers}"
             ) from error
+        if len(generations) != len(prompts):
+            raise ClientError(
+                f"{self.base_url}/generate: {len(generations)} answers to {len(prompts)} prompts"
+            )
         for generation in generations:
             if len(generation.output_ids) != max_new_tokens:
                 raise ClientError(

@@ -1,8 +1,9 @@
 """Do identical prompts get identical answers when their prefix is cached? Asked of a live server.
 
-A prompt of ``PREFIX_TOKENS + tail`` tokens resumes inside the sliding window when ``tail`` is shorter
-than it. Its first run is cold, because its tokens were never sent before; then other requests take every
-request slot, and the prompt is sent many times again. This module knows numbers, not HTTP or terminals.
+A prompt of ``PREFIX_TOKENS + tail`` tokens is run cold, which it is because its tokens were never sent
+before; then other requests take the request slots, and the prompt is sent many times again. The tail
+decides how much of the prefix stock SGLang reuses: it keeps the last window out. This module knows
+numbers, not HTTP or terminals.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PAGE_TOKENS = 256
 WINDOW_TOKENS = 128
 PREFIX_TOKENS = 2 * PAGE_TOKENS
 TAILS = (16, 32, 64, 96, 127, 160, 220)
-"""Five below the window, two above it as a control."""
+"""Five below the window, two above it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class TailResult:
         tail: as in :class:`Plan`.
         prompt_tokens: length of the prompt.
         rounds: repetitions.
+        hits: repetitions that reused anything.
         outside_majority: repetitions whose tokens are not those of the most frequent answer.
         unlike_cold: repetitions whose tokens are not the cold run's.
         logprobs_unlike_cold: repetitions with the cold run's tokens but other logprobs.
@@ -67,6 +69,7 @@ class TailResult:
     tail: int
     prompt_tokens: int
     rounds: int
+    hits: int
     outside_majority: int
     unlike_cold: int
     logprobs_unlike_cold: int
@@ -89,39 +92,54 @@ class Report:
     results: list[TailResult] = field(default_factory=list)
     cold_cached_tokens: dict[int, int] = field(default_factory=dict)
 
-    def reasons(self) -> list[str]:
-        """Why the server is not deterministic; empty if it is."""
+    def faults(self) -> list[str]:
+        """Answers that are not alike, a line for each kind and tail."""
+        found = []
+        for result in self.results:
+            of = f"of {result.rounds} answers"
+            if result.outside_majority:
+                found.append(
+                    f"tail {result.tail}: {result.outside_majority} {of} are outside the majority"
+                )
+            if result.unlike_cold:
+                found.append(
+                    f"tail {result.tail}: {result.unlike_cold} {of} differ from the cold run's"
+                )
+        return found
+
+    def doubts(self) -> list[str]:
+        """Why alike answers would say little."""
         found = [
-            f"tail {tail}: its first run reused {tokens} tokens: not cold, use another --seed"
+            f"tail {tail}: its first run reused {tokens} tokens, so it was not cold: "
+            "use another --seed"
             for tail, tokens in self.cold_cached_tokens.items()
             if tokens
         ]
         for result in self.results:
-            if result.outside_majority:
+            # Each data-parallel rank computes what another one has cached.
+            if 2 * result.hits < result.rounds:
                 found.append(
-                    f"tail {result.tail}: {result.outside_majority} of {result.rounds} answers "
-                    "are outside the majority"
-                )
-            if result.unlike_cold:
-                found.append(
-                    f"tail {result.tail}: {result.unlike_cold} of {result.rounds} answers differ "
-                    "from the cold run's"
-                )
-            if set(result.cached_tokens) == {0}:
-                found.append(
-                    f"tail {result.tail}: nothing was reused, so nothing was tried: is the prefix "
-                    "cache on, and does it hold the churn (--churn)?"
+                    f"tail {result.tail}: only {result.hits} of {result.rounds} answers reused "
+                    "anything: is the prefix cache on and large enough for --churn, and are "
+                    "--rounds enough for every data-parallel rank?"
                 )
         return found
 
+    @property
+    def verdict(self) -> str:
+        """``not deterministic``, ``inconclusive`` or ``deterministic``."""
+        if self.faults():
+            return "not deterministic"
+        return "inconclusive" if self.doubts() else "deterministic"
+
     def as_json(self) -> dict[str, Any]:
-        """Plan, results, reasons and the verdict, in JSON's types."""
-        reasons = self.reasons()
+        """Plan, results and the verdict with its reasons, in JSON's types."""
         return {
             "plan": asdict(self.plan),
             "tails": [asdict(result) for result in self.results],
-            "deterministic": not reasons,
-            "reasons": reasons,
+            "verdict": self.verdict,
+            "faults": self.faults(),
+            "doubts": self.doubts(),
         }
 
 
@@ -141,6 +159,7 @@ def compare(tail: int, cold: Generation, repeated: Sequence[Generation]) -> Tail
         tail=tail,
         prompt_tokens=length,
         rounds=len(repeated),
+        hits=sum(answer.cached_tokens > 0 for answer in repeated),
         outside_majority=len(repeated) - majority,
         unlike_cold=len(repeated) - len(same),
         logprobs_unlike_cold=sum(answer.logprobs != cold.logprobs for answer in same),

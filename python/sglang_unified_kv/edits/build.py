@@ -134,58 +134,63 @@ def build_manager(
     return manager, host_pool
 
 
-def record_format_of(
-    cache: UnifiedRadixCache,
-    manager: CheckpointManager,
-    model: torch.nn.Module,
-    config: Any,
-    *,
-    starting: bool,
-) -> RecordFormat:
-    """What the engine's stored objects are filed under, from what it holds now. Collective.
+def record_format_of(cache: UnifiedRadixCache, config: Any, weights: str) -> RecordFormat:
+    """What the engine's stored objects are filed under.
 
     Args:
-        model: the loaded model; its weights are read.
-        config: its ``transformers`` configuration.
-        starting: every rank of the server calls this now, not only those of the attention group.
+        config: the model's ``transformers`` configuration.
+        weights: :attr:`WeightsName.current`.
     """
-    layout = manager.mover.layout
-    weights = _weights_of_all_ranks(weights_digest(model.state_dict().items()), starting=starting)
-    namespace = identity_of(cache, manager, config, weights).namespace
+    layout = cache.checkpoints.mover.layout
+    namespace = identity_of(cache, config, weights).namespace
     return RecordFormat(namespace, bytes.fromhex(layout.fingerprint), layout.record_bytes)
 
 
-def _weights_of_all_ranks(own: str, *, starting: bool) -> str:
-    """One digest for every rank of the attention group: rank 0 of it writes what all of them read."""
-    parallel = get_parallel()
-    if parallel.tp_size == 1:
-        return own
-    if not starting and parallel.attn_dp_size > 1:
-        # Each data-parallel rank is flushed when it is idle, so there is no moment to ask all of them, and
-        # a rank cannot tell from its own shards what the others' experts are.
+class WeightsName:
+    """What the loaded weights are called in the namespace: the same on every rank, whatever its shards.
+
+    At start, which is collective, the digests of all ranks. After an update no rank can count on the
+    others to be here (updates fail, and data-parallel ranks are flushed, one by one), so several ranks
+    then count updates of this start of the server, and what they store serves no other.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+        self._start, self._updates = "", 0
+        parallel = get_parallel()
+        self._alone = parallel.tp_size == 1
+        self.current = self._digest()
+        if not self._alone:
+            told: list[Any] = [None] * parallel.tp_size
+            own = (self.current, secrets.token_hex(16))
+            torch.distributed.all_gather_object(told, own, parallel.tp_group.cpu_group)
+            self.current = " ".join(digest for digest, _ in told)
+            self._start = told[0][1]
+
+    def _digest(self) -> str:
+        return weights_digest(self._model.state_dict().items())
+
+    def updated(self) -> None:
+        """The weights are others now."""
+        if self._alone:
+            self.current = self._digest()
+            return
+        self._updates += 1
+        self.current = f"update {self._updates} of start {self._start}"
         logger.warning(
-            "The weights were updated under DP attention: what this rank stores from now on serves "
-            "nobody behind its next start."
+            "The weights were updated on several ranks: what is stored from now on is not found after "
+            "the next start."
         )
-        name = [f"updated {secrets.token_hex(16)}"]
-        group = parallel.attn_tp_group
-        torch.distributed.broadcast_object_list(name, group.ranks[0], group.cpu_group)
-        return name[0]
-    digests = [""] * parallel.tp_size
-    torch.distributed.all_gather_object(digests, own, parallel.tp_group.cpu_group)
-    return " ".join(digests)
 
 
-def identity_of(
-    cache: UnifiedRadixCache, manager: CheckpointManager, config: Any, weights: str
-) -> Identity:
-    """The identity behind :func:`record_format_of`; ``weights`` stands for those of all ranks."""
+def identity_of(cache: UnifiedRadixCache, config: Any, weights: str) -> Identity:
+    """The identity behind :func:`record_format_of`; arguments as there."""
     parallel = get_parallel()
     settings = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_OF_A_HOST}
     return Identity(
         engine=sglang.__version__,
-        layout=manager.mover.layout.fingerprint,
-        ring_sizes=tuple(ring.size for ring in manager.rings),
+        layout=cache.checkpoints.mover.layout.fingerprint,
+        ring_sizes=tuple(ring.size for ring in cache.checkpoints.rings),
         pages=tuple(
             (str(entry.name), entry.host_pool.layer_num, entry.host_pool.item_bytes)
             for entry in cache.cache_controller.mem_pool_host.entries

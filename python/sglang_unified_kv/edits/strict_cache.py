@@ -18,7 +18,7 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from ..checkpoint.publish import NewRange
 from ..checkpoint.reuse import TreeMatch, gate
 from .active import Active, activate
-from .build import build_manager, record_format_of
+from .build import WeightsName, build_manager, record_format_of
 from .request_key import key_of
 from .strict_cache_storage import StorageStrictCache
 
@@ -52,7 +52,6 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         self._model_config = model_config
         # The base constructor resets, and reset reaches these.
         self.checkpoints = None
-        self._starting = True
         self._prefetching = None
         self._chains: WeakKeyDictionary[Req, list[str]] = WeakKeyDictionary()
         self._inserted: tuple[InsertParams, InsertResult] | None = None
@@ -62,8 +61,8 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         super().init_hicache(server_args, params)
         self.init_checkpoints(params)
         self.cache_controller.register_host_pool_entry(self.records.entry())
+        self._weights = WeightsName(self._model)
         self._bind_storage()
-        self._starting = False
 
     def init_checkpoints(self, params: CacheInitParams) -> None:
         """Allocate the checkpoint store and let the hooks of this process act on it."""
@@ -146,8 +145,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         super()._reset_full()
         if self.checkpoints is not None:
             if self.checkpoints.suspended:
-                # What the new weights compute must not meet what the old ones stored.
-                self._bind_storage()
+                self._rename_weights()
             self.checkpoints.reset()
 
     def release_host_resources(self) -> None:
@@ -157,13 +155,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         super().release_host_resources()
 
     def _record_format(self) -> RecordFormat:
-        return record_format_of(
-            self,
-            self.checkpoints,
-            self._model,
-            self._model_config.hf_config,
-            starting=self._starting,
-        )
+        return record_format_of(self, self._model_config.hf_config, self._weights.current)
 
     # -- identities
 

@@ -21,6 +21,7 @@ from .storage_transfers import fetch_of
 if TYPE_CHECKING:
     from ..checkpoint.manager import CheckpointManager
     from ..checkpoint.record_format import RecordFormat
+    from .build import WeightsName
     from .record_pool import RecordHostPool
 
 
@@ -32,6 +33,7 @@ class StorageStrictCache(UnifiedRadixCache):
 
     checkpoints: CheckpointManager | None
     records: RecordHostPool
+    _weights: WeightsName
     _prefetching: tuple[RadixKey, str | None, int] | None
 
     def _record_format(self) -> RecordFormat:
@@ -59,8 +61,14 @@ class StorageStrictCache(UnifiedRadixCache):
         host = controller.mem_pool_host if controller is not None else None
         if any(self.total_size()) or (host is not None and host.available_size() < host.size):
             return
-        self._bind_storage()
+        self._rename_weights()
         self.checkpoints.reset()
+
+    def _rename_weights(self) -> None:
+        """What the new weights compute must not meet what the old ones stored."""
+        if self.cache_controller is not None:
+            self._weights.updated()
+            self._bind_storage()
 
     def attach_storage_backend(
         self,
@@ -98,8 +106,8 @@ class StorageStrictCache(UnifiedRadixCache):
 
     def clear_storage_backend(self) -> bool:
         ok = super().clear_storage_backend()
-        if ok:
-            self.checkpoints.store.forget_stored()
+        # Whatever came of it: that is known to this rank alone, and to store a record again does no harm.
+        self.checkpoints.store.forget_stored()
         return ok
 
     # -- saving
