@@ -15,7 +15,7 @@ from sglang_unified_kv.checkpoint.capture import Capture, EndCapture, InteriorCa
 from sglang_unified_kv.checkpoint.geometry import ring_rows
 from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind
 from sglang_unified_kv.checkpoint.restore import Restore, restore
-from sglang_unified_kv.checkpoint.rings import Ring
+from sglang_unified_kv.checkpoint.rings import Ring, upload
 from sglang_unified_kv.checkpoint.staging import RecordMover
 from sglang_unified_kv.checkpoint.store import Record
 
@@ -44,6 +44,12 @@ class Mirror:
         self.layout = CheckpointLayout.of(
             [r.spec for r in self.rings], page_size=PAGE, window=WINDOW, overlap=OVERLAP
         )
+        shapes = [(2048, ring.spec.row_bytes) for ring in self.rings]
+        self.values = [self.bytes.integers(0, 256, shape, np.uint8) for shape in shapes]
+        self.rows = [
+            torch.from_numpy(values).to(device).view(ring.buffer.dtype)
+            for values, ring in zip(self.values, self.rings, strict=True)
+        ]
         pinned = device.type != "cpu"
         host = torch.empty(HOST, self.layout.record_bytes, dtype=torch.uint8, pin_memory=pinned)
         self.mover = RecordMover(self.layout, host, STAGING, device)
@@ -57,11 +63,13 @@ class Mirror:
             torch.cuda._sleep(self.chance.choice((0, 100_000, 5_000_000)))
 
     def rows_of(self, tokens: int, i: int) -> tuple[torch.Tensor, np.ndarray]:
-        """A chunk's rows of ring ``i``, any bytes: on the device and in numpy."""
-        spec = self.rings[i].spec
-        values = self.bytes.integers(0, 256, (tokens, spec.row_bytes), np.uint8)
-        rows = torch.from_numpy(values).to(self.device).view(self.rings[i].buffer.dtype)
-        return rows, values
+        """A chunk's rows of ring ``i``, any bytes: on the device and in numpy.
+
+        Uploaded beforehand: an upload here would make the host wait, and hold the order by itself.
+        """
+        first = self.chance.randrange(len(self.values[i]) - tokens)
+        span = slice(first, first + tokens)
+        return self.rows[i][span], self.values[i][span]
 
     def store(self, i: int, slot: int, start: int, rows: torch.Tensor, values: np.ndarray) -> None:
         """The engine's store: the last rows of a chunk overwrite the ring."""
@@ -69,7 +77,7 @@ class Mirror:
         kept = min(len(values), WINDOW if ring.size > WINDOW else ring.size)
         end = start + len(values)
         index = ring_rows(slot, ring.size, end - kept, end)
-        ring.words[torch.from_numpy(index).to(self.device)] = rows[-kept:].view(torch.int64)
+        ring.words[upload(index, self.device)] = rows[-kept:].view(torch.int64)
         self.model[i][index] = values[-kept:]
 
     def prefill(self) -> None:
@@ -105,8 +113,10 @@ class Mirror:
     def decode_end(self, slot: int, end: int, host: int) -> None:
         """A capture behind a forward, from the rings; the next forward overwrites them at once."""
         capture = EndCapture([Capture("r", slot, end, end - 1, 0, host)], self.rings, self.mover)
+        self.delay()
         capture.gather(frozenset(WIDTHS))
-        self.delay(self.mover._copy_stream)
+        if self.chance.random() < 0.5:
+            self.delay(self.mover._copy_stream)
         capture.finish()
         self.held[host] = (
             end,
