@@ -21,6 +21,9 @@ def test_a_live_server_is_deterministic(model_path, tmp_path):
     with ServerProcess(launch_command(model_path, port), env, tmp_path / "log") as process:
         url = f"http://127.0.0.1:{port}"
         process.wait_until(SGLangClient(url).healthy, timeout_s=600)
+        unfit = CliRunner().invoke(app, f"check --url {url}".split())
+        assert unfit.exit_code == 2
+        assert "its vocabulary has 1024 tokens; give --token-ids" in " ".join(unfit.output.split())
         arguments = f"check --url {url} {SMALL} --token-ids 6-1023 --seed 7 --json".split()
         run = CliRunner().invoke(app, [*arguments, str(tmp_path / "out.json")])
     assert run.exit_code == 0, run.output
@@ -87,6 +90,7 @@ def test_requests_are_counted_before_they_are_sent():
         ("--token-ids 9-5", "--token-ids '9-5': give LOW-HIGH"),
         ("--json no/such/folder.json", "its folder does not exist"),
         ("--rounds 0", "--rounds"),
+        ("--url localhost:9", "--url localhost:9: give http://host:port"),
     ],
 )
 def test_bad_options_are_named(arguments, words):

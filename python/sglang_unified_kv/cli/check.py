@@ -61,6 +61,8 @@ def check(
         token_ids=_token_ids(token_ids),
         seed=secrets.randbits(32) if seed is None else seed,
     )
+    if not url.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"--url {url}: give http://host:port")
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise typer.BadParameter(f"--json {json_file}: its folder does not exist; create it")
     if json_file is not None and json_file.is_dir():
@@ -91,6 +93,14 @@ def _token_ids(text: str) -> tuple[int, int]:
     return int(low), int(high)
 
 
+def _vocabulary(model_path: str) -> int:
+    """Tokens of the model at ``model_path``; DeepSeek-V4's own number if it cannot be read from here."""
+    try:
+        return int(json.loads((Path(model_path) / "config.json").read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError):
+        return 129_280
+
+
 def _run(console: Console, plan: Plan, url: str, timeout: float) -> Report:
     from .client import ClientError, SGLangClient
 
@@ -109,6 +119,13 @@ def _run(console: Console, plan: Plan, url: str, timeout: float) -> Report:
             if page != PAGE_TOKENS:
                 raise ClientError(
                     f"{url}: its page size is {page}, this check is for {PAGE_TOKENS}"
+                )
+            vocabulary = _vocabulary(client.model_info().get("model_path", ""))
+            if plan.token_ids[1] >= vocabulary:
+                # SGLang does not check ids that it is given, and dies of one that it has no row for.
+                raise ClientError(
+                    f"{url}: its vocabulary has {vocabulary} tokens; give --token-ids within it, "
+                    f"for instance --token-ids 6-{vocabulary - 1}"
                 )
             return run(plan, client, sent)
         except ClientError as error:

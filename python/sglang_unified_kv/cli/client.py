@@ -70,6 +70,14 @@ class SGLangClient:
         """
         return self._json(self._request("GET", "/server_info"))
 
+    def model_info(self) -> dict[str, Any]:
+        """``model_path``, ``architectures`` and so on.
+
+        Raises:
+            ClientError: no usable answer.
+        """
+        return self._json(self._request("GET", "/model_info"))
+
     def flush_cache(self, *, timeout_s: float = 60.0) -> None:
         """Empty the prefix cache on device and host; a busy server is asked until it is idle.
 

@@ -18,7 +18,7 @@ def require_extra(console: Console, *modules: str) -> None:
     if missing:
         console.print(
             f"This command needs {' and '.join(missing)}. Install the extra that brings them: "
-            "pip install 'sglang-unified-kv[demo]'",
+            "pip install 'sglang-unified-kv[demo]', from a clone: pip install '.[demo]'",
             markup=False,
         )
         raise typer.Exit(2)
