@@ -113,7 +113,7 @@ class StorageTraffic:
     def saved(self, save: Save) -> None:
         """Storage is done with the records, well or badly. Void after :meth:`clear`."""
         if save in self._saves:
-            self._saves.pop(save, None)
+            del self._saves[save]
             self.saving -= len(save.records)
             for record in save.records:
                 self._store.unpin(record)
@@ -166,7 +166,7 @@ class StorageTraffic:
     def fetched(self, fetch: Fetch) -> None:
         """The storage thread is done with the prefetch: free what was not published."""
         if fetch in self._fetches:
-            self._fetches.pop(fetch, None)
+            del self._fetches[fetch]
             self._stats.fetch_unused += sum(
                 1 for slot in fetch.arrived.values() if slot in fetch.slots.values()
             )
