@@ -11,8 +11,8 @@ from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
 from sglang_unified_kv.checkpoint import identity, record_format
 from sglang_unified_kv.checkpoint.identity import weights_digest
-from sglang_unified_kv.edits.build import identity_of
 from sglang_unified_kv.edits.sealed_pool import seals_pages
+from sglang_unified_kv.edits.storage_name import identity_of
 from sglang_unified_kv.engage import Refused
 from storage_folder import STORAGE, at, flip, pages, records, storage_threads
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import sglang
 import torch
-from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_schedule
 
 from .. import engage
-from ..checkpoint.identity import Identity, weights_digest
 from ..checkpoint.layout import CheckpointLayout, Kind
 from ..checkpoint.manager import CheckpointManager
 from ..checkpoint.policy import Grid
-from ..checkpoint.record_format import HEADER_BYTES, RecordFormat
+from ..checkpoint.record_format import HEADER_BYTES
 from ..checkpoint.rings import Ring
 from ..checkpoint.staging import RecordMover, staging_slots
 from ..checkpoint.store import CheckpointStore
@@ -132,78 +127,6 @@ def build_manager(
         verify=settings.dbg_checksum,
     )
     return manager, host_pool
-
-
-def record_format_of(cache: UnifiedRadixCache, config: Any, weights: str) -> RecordFormat:
-    """What the engine's stored objects are filed under.
-
-    Args:
-        config: the model's ``transformers`` configuration.
-        weights: :attr:`WeightsName.current`.
-    """
-    layout = cache.checkpoints.mover.layout
-    namespace = identity_of(cache, config, weights).namespace
-    return RecordFormat(namespace, bytes.fromhex(layout.fingerprint), layout.record_bytes)
-
-
-class WeightsName:
-    """What the loaded weights are called in the namespace: the same on every rank, whatever its shards.
-
-    At start, which is collective, the digests of all ranks. After an update no rank can count on the
-    others to be here (updates fail, and data-parallel ranks are flushed, one by one), so several ranks
-    then count updates of this start of the server, and what they store serves no other.
-    """
-
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
-        self._start, self._updates = "", 0
-        parallel = get_parallel()
-        self._alone = parallel.tp_size == 1
-        self.current = self._digest()
-        if not self._alone:
-            told: list[Any] = [None] * parallel.tp_size
-            own = (self.current, secrets.token_hex(16))
-            torch.distributed.all_gather_object(told, own, parallel.tp_group.cpu_group)
-            self.current = " ".join(digest for digest, _ in told)
-            self._start = told[0][1]
-
-    def _digest(self) -> str:
-        return weights_digest(self._model.state_dict().items())
-
-    def updated(self) -> None:
-        """The weights are others now."""
-        if self._alone:
-            self.current = self._digest()
-            return
-        self._updates += 1
-        self.current = f"update {self._updates} of start {self._start}"
-        logger.warning(
-            "The weights were updated on several ranks: what is stored from now on is not found after "
-            "the next start."
-        )
-
-
-def identity_of(cache: UnifiedRadixCache, config: Any, weights: str) -> Identity:
-    """The identity behind :func:`record_format_of`; arguments as there."""
-    parallel = get_parallel()
-    settings = {k: v for k, v in config.to_dict().items() if k not in _CONFIG_OF_A_HOST}
-    return Identity(
-        engine=sglang.__version__,
-        layout=cache.checkpoints.mover.layout.fingerprint,
-        ring_sizes=tuple(ring.size for ring in cache.checkpoints.rings),
-        pages=tuple(
-            (str(entry.name), entry.host_pool.layer_num, entry.host_pool.item_bytes)
-            for entry in cache.cache_controller.mem_pool_host.entries
-            if isinstance(entry.host_pool, DeepSeekV4PagedHostPool)
-        ),
-        model=json.dumps(settings, sort_keys=True, default=str),
-        weights=weights,
-        ranks=(parallel.tp_size, parallel.attn_tp_size),
-        bigram=cache.tree_core.is_eagle,
-    )
-
-
-_CONFIG_OF_A_HOST = ("_name_or_path", "transformers_version")
 
 
 def host_records(settings: Settings, slot_bytes: int, wanted: int) -> int:

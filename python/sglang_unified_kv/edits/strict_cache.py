@@ -18,8 +18,9 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from ..checkpoint.publish import NewRange
 from ..checkpoint.reuse import TreeMatch, gate
 from .active import Active, activate
-from .build import WeightsName, build_manager, record_format_of
+from .build import build_manager
 from .request_key import key_of
+from .storage_name import WeightsName, record_format_of
 from .strict_cache_storage import StorageStrictCache
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from .storage_transfers import fetch_of
 if TYPE_CHECKING:
     from ..checkpoint.manager import CheckpointManager
     from ..checkpoint.record_format import RecordFormat
-    from .build import WeightsName
     from .record_pool import RecordHostPool
+    from .storage_name import WeightsName
 
 
 logger = logging.getLogger(__name__)
