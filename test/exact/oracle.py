@@ -44,6 +44,14 @@ def rows_before(engine, slot: int, boundary: int) -> dict[str, torch.Tensor]:
     }
 
 
+def whole_slot(engine, slot: int) -> dict[str, torch.Tensor]:
+    """Every row of ``slot`` in every ring, those that no resume reads included."""
+    return {
+        name: buffer[slot * size : (slot + 1) * size].clone()
+        for name, buffer, size, _ in ring_buffers(engine)
+    }
+
+
 def bytes_of(rows: dict[str, torch.Tensor]) -> dict[str, bytes]:
     """The same rows to send between processes."""
     return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in rows.items()}
@@ -76,6 +84,7 @@ class Run:
         starts: first position computed by each extend of the request.
         resumed: rings just before the first layer of the first extend, at its first position.
         ended: rings after the last extend, at the end of the prompt.
+        slot: the whole slot then.
         at_boundary: rings after each forward that ended at a page boundary.
     """
 
@@ -86,6 +95,7 @@ class Run:
     starts: list[int] = field(default_factory=list)
     resumed: dict | None = None
     ended: dict | None = None
+    slot: dict | None = None
     at_boundary: dict[int, dict] = field(default_factory=dict)
 
     def first(self, tokens: int) -> Run:
@@ -172,6 +182,7 @@ class Recorder:
                 run.logits.append(logits.clone())
             if row.end == length >= WINDOW:
                 run.ended = rows_before(engine, row.slot, row.end)
+                run.slot = whole_slot(engine, row.slot)
 
         with watch(engine, before, after):
             outputs = engine.run_many(*rids)
