@@ -153,7 +153,10 @@ def _foreign_layer(value: Any, package_dir: Path) -> str | None:
         code = getattr(layer, "__code__", None)
         if code is not None:
             path = Path(code.co_filename)
-            if path.name == "hook_registry.py" or package_dir not in path.parents:
+            # ``@torch.no_grad()`` in upstream's own source.
+            decorator = path.parts[-3:] == ("torch", "utils", "_contextlib.py")
+            outside = path.name == "hook_registry.py" or package_dir not in path.parents
+            if outside and not decorator:
                 return f"{path}:{code.co_firstlineno}"
         layer = getattr(layer, "__wrapped__", None)
     return None

@@ -77,6 +77,10 @@ class Facts(EnvironmentFacts):
     enable_pdmux: bool
     disaggregation_mode: str
     speculative_algorithm: str | None
+    speculative_eagle_topk: int | None
+    speculative_adaptive: bool
+    enable_multi_layer_eagle: bool
+    enable_mixed_chunk: bool
     dllm_algorithm: str | None
     enable_streaming_session: bool
     enable_session_radix_cache: bool
@@ -266,9 +270,29 @@ LAUNCH_OBSTACLES = (
         "remove the flag",
     ),
     Rule(
-        lambda f: f.speculative_algorithm is None,
-        "--speculative-algorithm {speculative_algorithm}: speculation is not supported yet; "
-        "remove the flag",
+        lambda f: f.speculative_algorithm in (None, "EAGLE"),
+        "--speculative-algorithm {speculative_algorithm}: only EAGLE (with the model's next-n layer) is "
+        "supported; set it to EAGLE or remove it",
+    ),
+    Rule(
+        lambda f: f.speculative_algorithm is None or f.speculative_eagle_topk == 1,
+        "--speculative-eagle-topk {speculative_eagle_topk}: accepted drafts of a tree are moved behind the "
+        "verify step; set it to 1",
+    ),
+    # A decode row among prefill chunks starts where a verify step in flight will end.
+    Rule(
+        lambda f: f.speculative_algorithm is None or not f.enable_mixed_chunk,
+        "--enable-mixed-chunk with --speculative-algorithm {speculative_algorithm}: not supported; remove "
+        "one of them",
+    ),
+    # The window ring holds the drafts of one step width, and another would need another plan.
+    Rule(
+        lambda f: not f.speculative_adaptive,
+        "--speculative-adaptive: not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_multi_layer_eagle,
+        "--enable-multi-layer-eagle: not supported; remove the flag",
     ),
     Rule(
         lambda f: f.dllm_algorithm is None,

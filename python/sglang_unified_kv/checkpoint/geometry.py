@@ -56,6 +56,23 @@ def ring_rows(slot: int, ring_size: int, first: int, last: int) -> np.ndarray:
     return slot * ring_size + np.arange(first, last, dtype=np.int64) % ring_size
 
 
+def verified_reach(committed: int, tokens: int, in_flight: int) -> tuple[int, int]:
+    """``(first, end)`` of what a verify step may commit: at least ``[first, ...)``, at most ``[..., end)``.
+
+    A verify step commits 1 to ``tokens`` tokens, and how many is known only when its result is processed.
+    It therefore starts where the ``in_flight`` steps before it end, between ``first`` and their utmost.
+
+    Whichever boundary ``P`` in ``(start, start + accepted]`` it crosses, the rows ``[P - window, P)`` are all
+    committed and all in a ring of ``window + tokens - 1`` rows right behind it, and not behind the next.
+
+    >>> verified_reach(committed=510, tokens=4, in_flight=0)
+    (510, 514)
+    >>> verified_reach(committed=510, tokens=4, in_flight=1)
+    (511, 518)
+    """
+    return committed + in_flight, committed + (in_flight + 1) * tokens
+
+
 def row_sources(
     boundary: int, rows: int, slot: int, ring_size: int, chunk_start: int, flat_offset: int
 ) -> RowSources:

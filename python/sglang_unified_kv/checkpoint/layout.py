@@ -7,6 +7,8 @@ copy moves it. Sections stand in this order, without gaps other than the final p
     window rope      one per layer, in the fp8 two-pool layout alone: [window rows, bytes of a rope row]
     attention state  one per C4 layer:  [overlap rows, bytes of a compressor state row]
     indexer state    one per C4 layer:  [overlap rows, bytes of an indexer state row]
+    draft window     with speculation, one per draft layer: [window rows, bytes of a KV row]
+    draft rope       the same in the fp8 two-pool layout:   [window rows, bytes of a rope row]
     zero padding to a multiple of RECORD_ALIGNMENT
 """
 
@@ -30,9 +32,12 @@ class Kind(str, Enum):
     WINDOW_ROPE = "window_rope"
     ATTENTION_STATE = "attention_state"
     INDEXER_STATE = "indexer_state"
+    DRAFT_WINDOW = "draft_window"
+    DRAFT_WINDOW_ROPE = "draft_window_rope"
 
 
 WINDOW_KINDS = frozenset({Kind.WINDOW, Kind.WINDOW_ROPE})
+DRAFT_KINDS = frozenset({Kind.DRAFT_WINDOW, Kind.DRAFT_WINDOW_ROPE})
 STATE_KINDS = frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE})
 
 
@@ -108,7 +113,7 @@ class CheckpointLayout:
         order = list(Kind)
         sections, offset = [], 0
         for ring in sorted(rings, key=lambda r: (order.index(r.kind), r.layer)):
-            rows = window if ring.kind in WINDOW_KINDS else overlap
+            rows = overlap if ring.kind in STATE_KINDS else window
             sections.append(Section(ring, rows, offset))
             offset += rows * ring.row_bytes
         return cls(page_size, window, overlap, tuple(sections))

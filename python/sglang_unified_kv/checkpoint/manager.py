@@ -5,12 +5,13 @@ Called by the scheduler's thread only, in this order for every batch::
     request_restore(rid, ...)       a fresh row was matched against a checkpoint: its record is pinned
     plan(rows)                      restores are bound to rows, captures get host slots
     begin_forward()                 restores run on the current stream
-      capture_interior(...)           each layer hands over the chunk's rows
+      capture_interior(...)           each layer hands over the chunk's rows, a draft model's behind the target's
     end_waves(), capture_ends()     interior records are sent to the host; boundaries the forward ended
                                     at are gathered from the rings and sent
     close_step()                    pins are released
 
-and, when the tree took a request's pages, ``commit``; when the request gave its row back, ``release``.
+and, when the result of a verify step is known, ``verified``; when the tree took a request's pages,
+``commit``; when the request gave its row back, ``release``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .capture import Capture, EndCapture, InteriorCapture
-from .layout import Kind
+from .geometry import verified_reach
+from .layout import DRAFT_KINDS, Kind
 from .pending import PendingCaptures
 from .policy import PlacementPolicy, Span
 from .publish import NewRange, Publisher
@@ -51,6 +53,8 @@ class Row(NamedTuple):
         start: tokens already there.
         end: tokens there after the forward.
         decode: the row is a decode step.
+        verify: tokens that a verify step of speculative decoding commits at most, 0 for any other forward.
+            ``start`` is then what is known to be committed, ``end`` is not used.
     """
 
     rid: str
@@ -59,6 +63,7 @@ class Row(NamedTuple):
     start: int
     end: int
     decode: bool
+    verify: int = 0
 
 
 @dataclass
@@ -69,6 +74,7 @@ class _Step:
     interior_gather: InteriorCapture | None = None
     wave: EndCapture | None = None
     ran: bool = False
+    captured: bool = False
 
 
 class CheckpointManager:
@@ -116,6 +122,7 @@ class CheckpointManager:
         self._generation: dict[int, int] = {}
         self._step: _Step | None = None
         self._armed = False
+        self.drafts = any(r.spec.kind in DRAFT_KINDS for r in self.rings)
         self._section_of = {(r.spec.kind, r.buffer.data_ptr()): i for i, r in enumerate(self.rings)}
 
     def deepest(self, chain: Sequence[str], limit: int) -> int:
@@ -181,11 +188,15 @@ class CheckpointManager:
         interior: list[tuple[int, Row, int, int]] = []
         flat_offset = 0
         for row in rows:
+            if row.verify:
+                if row.slot is not None:
+                    step.ends += self._plan_verify(row)
+                continue
             if row.slot is not None:
                 span = self.policy.boundaries(Span(row.start, row.end))
                 inside = [b for b in span if b != row.end]
                 interior += [(len(inside) - i, row, flat_offset, b) for i, b in enumerate(inside)]
-                if row.end in span and (capture := self._reserve(row, flat_offset, row.end)):
+                if row.end in span and (capture := self._capture(row, flat_offset, row.end)):
                     step.ends.append(capture)
             flat_offset += row.end - row.start
         # Deepest first, so that what staging or the store cannot hold are shallow boundaries.
@@ -195,17 +206,32 @@ class CheckpointManager:
             self.stats.dropped_no_staging += surplus
             self._warn_once("staging is full", "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES")
         for _, row, offset, boundary in interior[: self.mover.staging_slots]:
-            if capture := self._reserve(row, offset, boundary):
+            if capture := self._capture(row, offset, boundary):
                 step.interior.append(capture)
 
-    def _reserve(self, row: Row, flat_offset: int, boundary: int) -> Capture | None:
+    def _plan_verify(self, row: Row) -> list[Capture]:
+        """Captures at every boundary that the step may reach; :meth:`verified` tells which one it did."""
+        first, end = verified_reach(row.start, row.verify, self._pending.in_flight(row.rid))
+        slots: dict[int, int] = {}
+        for boundary in self.policy.boundaries(Span(first, end)):
+            if (host_slot := self._reserve()) is not None:
+                slots[boundary] = host_slot
+        self._pending.expect(row.rid, first, end, slots)
+        return [Capture(row.rid, row.slot, b, first, 0, slot) for b, slot in slots.items()]
+
+    def _capture(self, row: Row, flat_offset: int, boundary: int) -> Capture | None:
+        host_slot = self._reserve()
+        if host_slot is None:
+            return None
+        self.stats.superseded += self._pending.add(row.rid, boundary, host_slot, decode=row.decode)
+        return Capture(row.rid, row.slot, boundary, row.start, flat_offset, host_slot)
+
+    def _reserve(self) -> int | None:
         host_slot = self.store.reserve()
         if host_slot is None:
             self.stats.dropped_no_slot += 1
             self._warn_once("every host slot is in use", "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB")
-            return None
-        self.stats.superseded += self._pending.add(row.rid, boundary, host_slot, decode=row.decode)
-        return Capture(row.rid, row.slot, boundary, row.start, flat_offset, host_slot)
+        return host_slot
 
     def _warn_once(self, what: str, remedy: str) -> None:
         if what not in self._warned:
@@ -225,8 +251,17 @@ class CheckpointManager:
         return self._step is not None and not self._step.ran
 
     @property
+    def unfinished(self) -> bool:
+        """True while the open step has captures whose bytes nobody took."""
+        step = self._step
+        return step is not None and bool(step.interior or step.ends) and not step.captured
+
+    @property
     def armed(self) -> bool:
-        """True inside the target forward: layers may hand over rows."""
+        """True from the start of the target forward to :meth:`end_waves`: layers may hand over rows.
+
+        With a draft model that spans its forward behind the target's, which fills the draft rings.
+        """
         return self._armed
 
     def begin_forward(self) -> None:
@@ -259,7 +294,7 @@ class CheckpointManager:
         self._step.interior_gather.gather(section, self.rings[section], flat_rows)
 
     def end_waves(self) -> Iterator[None]:
-        """Behind the last layer: save the interior captures, then step through those at span ends.
+        """Behind the last layer, a draft model's included: save the interior captures, then step through those at span ends.
 
         As many at a time as staging holds. Between two steps the caller has :meth:`capture_ends` called
         for every kind; each wave is sent to the host when the iterator is advanced.
@@ -278,6 +313,7 @@ class CheckpointManager:
             step.wave.finish()
             self.stats.captured += len(captures)
         step.wave = None
+        step.captured = True
         self._armed = False
 
     def capture_ends(self, kinds: frozenset[Kind]) -> None:
@@ -294,6 +330,19 @@ class CheckpointManager:
                 self.store.unpin(item.record)
 
     # -- after the forward
+
+    def verified(self, rid: str, start: int, end: int) -> None:
+        """The result of the request's oldest verify step in flight: it committed ``[start, end)``.
+
+        Raises:
+            CheckpointError: no such step was planned.
+        """
+        try:
+            missed, superseded = self._pending.resolve(rid, start, end)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        self.stats.not_reached += missed
+        self.stats.superseded += superseded
 
     def commit(
         self, rid: str, chain: Sequence[str], length: int, new_ranges: Sequence[NewRange]

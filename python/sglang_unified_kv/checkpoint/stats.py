@@ -21,6 +21,7 @@ class Stats:
     dropped_provenance: int = 0
     discarded: int = 0
     superseded: int = 0
+    not_reached: int = 0
     saved: int = 0
     save_failed: int = 0
     save_dropped: int = 0

@@ -4,7 +4,8 @@ Waits for the device at each capture and restore, so it is for debugging and end
 for these lines in the log::
 
     [LB-DEV] device landing byte-exact     the record's bytes arrived on the device as they were captured
-    [SWA-DBG] restore verified             the window rows of the slot, read back, are those of the capture
+    [SWA-DBG] restore verified             the window rows of the slot, read back, are those of the capture,
+                                           with speculation the draft layers' as well
     [C4-STATE-DBG] state ride bit-exact    the same for the C4 and indexer state rows
     MISMATCH                               any of the three failed; the process ends
     reuse_reject                           the gate cut a match below what the tree holds
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from .layout import WINDOW_KINDS
+from .layout import STATE_KINDS
 from .restore import Restore
 from .rings import Ring, RowIndex
 from .staging import RecordMover
@@ -99,6 +100,6 @@ class Verifier:
         """Hex digests of the windows and of the states."""
         window, state = xxhash.xxh3_128(), xxhash.xxh3_128()
         for section, rows in zip(self._mover.layout.sections, sections, strict=True):
-            digest = window if section.spec.kind in WINDOW_KINDS else state
+            digest = state if section.spec.kind in STATE_KINDS else window
             digest.update(rows.contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return window.hexdigest(), state.hexdigest()

@@ -12,6 +12,7 @@ from . import (  # noqa: F401, I001
     storage_transfers,
     weights,
     scheduler,
+    speculation,
     model_runner,
     attention,
 )

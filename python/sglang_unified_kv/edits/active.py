@@ -6,17 +6,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
     from ..checkpoint.manager import CheckpointManager
 
 
 @dataclass(frozen=True)
 class Active:
-    """The engaged checkpoint manager and the target model's KV pool whose rings it reads and writes."""
+    """The engaged checkpoint manager and whose rings it reads and writes.
+
+    Attributes:
+        manager: engaged.
+        target: runner of the served model.
+        draft: runner of the draft model, if there is one.
+    """
 
     manager: CheckpointManager
-    pool: DeepSeekV4TokenToKVPool
+    target: ModelRunner
+    draft: ModelRunner | None
 
 
 _active: Active | None = None
@@ -29,8 +36,21 @@ def activate(active: Active | None) -> None:
 
 
 def manager_of(pool: object) -> CheckpointManager | None:
-    """The manager if it is engaged for this KV pool; a draft model's pool has none (invariant 5)."""
-    return _active.manager if _active is not None and _active.pool is pool else None
+    """The manager if it is engaged for this KV pool, the target's or the draft's."""
+    if _active is None or not (pool is _active.target.token_to_kv_pool or is_draft(pool)):
+        return None
+    return _active.manager
+
+
+def is_draft(pool: object) -> bool:
+    """Whether the KV pool is the engaged draft model's."""
+    draft = _active.draft if _active is not None else None
+    return draft is not None and draft.token_to_kv_pool is pool
+
+
+def current() -> Active | None:
+    """What is engaged in this process, if anything."""
+    return _active
 
 
 def current_manager() -> CheckpointManager | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..checkpoint.layout import STATE_KINDS, WINDOW_KINDS, Kind
-from .active import manager_of
+from ..checkpoint.layout import DRAFT_KINDS, STATE_KINDS, WINDOW_KINDS, Kind
+from .active import is_draft, manager_of
 from .series import SERIES
 
 if TYPE_CHECKING:
@@ -48,10 +48,15 @@ def capture_swa_windows(
         pool = self.token_to_kv_pool
         # The raw buffers: the accessors wait for this layer's load-back, which never writes the ring.
         unified, i = pool.unified_kv_pool, layer.layer_id - pool._stage_start
-        manager.capture_interior(Kind.WINDOW, unified.kv_buffer[i].data_ptr(), kv)
+        window, window_rope = (
+            (Kind.DRAFT_WINDOW, Kind.DRAFT_WINDOW_ROPE)
+            if is_draft(pool)
+            else (Kind.WINDOW, Kind.WINDOW_ROPE)
+        )
+        manager.capture_interior(window, unified.kv_buffer[i].data_ptr(), kv)
         if k_rope is not None:
             rope = unified.kv_buffer_rope[i]
-            manager.capture_interior(Kind.WINDOW_ROPE, rope.data_ptr(), k_rope)
+            manager.capture_interior(window_rope, rope.data_ptr(), k_rope)
 
 
 @SERIES.wrap(
@@ -87,7 +92,7 @@ def forward_compress_all_in_one(
 def capture_swa_windows_decode(self, forward_batch: ForwardBatch) -> None:
     manager = manager_of(self.token_to_kv_pool)
     if manager is not None:
-        manager.capture_ends(WINDOW_KINDS)
+        manager.capture_ends(DRAFT_KINDS if is_draft(self.token_to_kv_pool) else WINDOW_KINDS)
 
 
 @SERIES.member(

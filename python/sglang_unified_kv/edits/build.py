@@ -46,18 +46,17 @@ def device_slots(settings: Settings, page_size: int, context_tokens: int) -> int
     )
 
 
-def rings_of(pool: DeepSeekV4TokenToKVPool) -> list[Ring]:
-    """Window, attention-state and indexer-state rings of the target model, in record order."""
-    first = pool._stage_start
-    windows = [(Kind.WINDOW, pool.unified_kv_pool.kv_buffer)]
-    if pool.unified_kv_pool.fp8:
-        # Two pools with the same rows: packed fp8 with its scales, and the rope half in bf16.
-        windows.append((Kind.WINDOW_ROPE, pool.unified_kv_pool.kv_buffer_rope))
-    rings = [
-        Ring.of(kind, first + i, buffer, pool.unified_swa_ring_size)
-        for kind, buffers in windows
-        for i, buffer in enumerate(buffers)
-    ]
+def rings_of(
+    pool: DeepSeekV4TokenToKVPool, draft: DeepSeekV4TokenToKVPool | None = None
+) -> list[Ring]:
+    """Window, attention-state and indexer-state rings of the target model, then the draft's windows.
+
+    In record order. A next-n layer attends to its window alone and has no overlap state.
+
+    Raises:
+        ValueError: the draft model has compressed layers.
+    """
+    rings = _windows_of(pool, Kind.WINDOW, Kind.WINDOW_ROPE)
     for kind, states in (
         (Kind.ATTENTION_STATE, pool.compress_state_pools),
         (Kind.INDEXER_STATE, pool.indexer_compress_state_pools),
@@ -67,22 +66,43 @@ def rings_of(pool: DeepSeekV4TokenToKVPool) -> list[Ring]:
             for layer, state in enumerate(states)
             if state is not None and state.ratio == 4
         ]
+    if draft is not None:
+        if any(state is not None for state in draft.compress_state_pools):
+            raise ValueError(
+                "the draft model has compressed layers, whose state no checkpoint holds; use a draft model "
+                "with compress ratio 0 or unset the bit-exact switch"
+            )
+        rings += _windows_of(draft, Kind.DRAFT_WINDOW, Kind.DRAFT_WINDOW_ROPE)
     return rings
 
 
+def _windows_of(pool: DeepSeekV4TokenToKVPool, window: Kind, rope: Kind) -> list[Ring]:
+    kinds = [(window, pool.unified_kv_pool.kv_buffer)]
+    if pool.unified_kv_pool.fp8:
+        # Two pools with the same rows: packed fp8 with its scales, and the rope half in bf16.
+        kinds.append((rope, pool.unified_kv_pool.kv_buffer_rope))
+    return [
+        Ring.of(kind, pool._stage_start + i, buffer, pool.unified_swa_ring_size)
+        for kind, buffers in kinds
+        for i, buffer in enumerate(buffers)
+    ]
+
+
 def build_manager(
-    cache: UnifiedRadixCache, pool: DeepSeekV4TokenToKVPool, context_tokens: int
+    cache: UnifiedRadixCache, pools: list[DeepSeekV4TokenToKVPool], context_tokens: int
 ) -> tuple[CheckpointManager, RecordHostPool]:
     """Allocate staging and host pool and put the manager together.
 
     Args:
+        pools: the target's and, if there is a draft model, the draft's.
         context_tokens: longest request of the model.
 
     Raises:
         ValueError: the host budget holds no record, or exceeds free host memory.
     """
     settings = engage.current().settings
-    rings = rings_of(pool)
+    pool = pools[0]
+    rings = rings_of(*pools)
     layout = CheckpointLayout.of(
         [r.spec for r in rings],
         page_size=cache.page_size,

@@ -9,9 +9,11 @@ Ordering contract, for one batch on one rank:
 3. ``AttentionBackend.capture_swa_windows`` inside every eager extend layer, before that layer's chunk is
    stored into the window ring.
 4. ``AttentionBackend.capture_swa_windows_decode`` and ``.capture_compress_state_windows_decode`` behind
-   the target forward, outside any graph, on the forward's stream; possibly several times per forward.
+   the step's last forward, outside any graph, on the forward's stream; possibly several times per step.
 
-All return None, change nothing of the model's state, and never see a draft model's forward.
+With speculation the draft model's backend is called as well, 3 in the forward that extends its ring and 4
+behind that forward; never in a forward that only drafts. All return None and change nothing of a model's
+state.
 """
 
 from __future__ import annotations

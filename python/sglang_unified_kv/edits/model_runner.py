@@ -1,8 +1,12 @@
-"""Model runner: restores before the target forward, captures at ends of spans behind it."""
+"""Model runner: restores before the target forward, captures at ends of spans behind the last forward.
+
+With speculation the last forward of a step is the draft model's, which extends its ring by what the target
+computed or verified; its draft steps run ahead of the target's forward, where the manager is not armed.
+"""
 
 from __future__ import annotations
 
-from .active import manager_of
+from .active import current, manager_of
 from .series import SERIES
 
 
@@ -15,12 +19,23 @@ from .series import SERIES
     fingerprint="26fbd69d337720a4",
 )
 def forward(original, self, forward_batch, *args, **kwargs):
-    manager = None if self.is_draft_worker else manager_of(self.token_to_kv_pool)
-    if manager is None or not manager.planned:
+    manager = manager_of(self.token_to_kv_pool)
+    if manager is None:
         return original(self, forward_batch, *args, **kwargs)
-    manager.begin_forward()
+    if not self.is_draft_worker:
+        if not manager.planned:
+            return original(self, forward_batch, *args, **kwargs)
+        manager.begin_forward()
     output = original(self, forward_batch, *args, **kwargs)
-    for _ in manager.end_waves():
-        self.attn_backend.capture_swa_windows_decode(forward_batch)
-        self.attn_backend.capture_compress_state_windows_decode(forward_batch)
+    if manager.armed and self.is_draft_worker == manager.drafts:
+        _capture_ends(manager, forward_batch)
     return output
+
+
+def _capture_ends(manager, forward_batch) -> None:
+    active = current()
+    backends = [runner.attn_backend for runner in (active.target, active.draft) if runner is not None]
+    for _ in manager.end_waves():
+        for backend in backends:
+            backend.capture_swa_windows_decode(forward_batch)
+            backend.capture_compress_state_windows_decode(forward_batch)

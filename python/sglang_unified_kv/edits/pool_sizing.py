@@ -36,6 +36,8 @@ def staging_bytes(configurator) -> int:
         (Kind.INDEXER_STATE, configurator.indexer_head_dim),
     ):
         rings += [RingSpec(kind, i, state_row * head_dim, "") for i in c4_layers]
+    if configurator.is_speculative:
+        rings.append(RingSpec(Kind.DRAFT_WINDOW, 0, configurator._unified_row_bytes, ""))
     layout = CheckpointLayout.of(
         rings,
         page_size=configurator.page_size,

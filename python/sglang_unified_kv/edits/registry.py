@@ -7,6 +7,7 @@ from functools import partial
 from .. import engage
 from .active import activate
 from .series import SERIES
+from .speculation import draft_runner
 
 _FEATURE = "bit-exact hicache"
 _CACHE = "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache"
@@ -37,7 +38,8 @@ def create_unified_radix_cache(original, ctx, *, cache_class=None):
         )
     strict = partial(
         StrictUnifiedRadixCache,
-        model=ctx.tp_worker.model_runner.model,
+        target=ctx.tp_worker.model_runner,
+        draft=draft_runner(),
         model_config=ctx.model_config,
     )
     cache = original(ctx, cache_class=strict)

@@ -60,6 +60,8 @@ def run_batch(original, self, batch, *args, **kwargs):
         result = original(self, batch, *args, **kwargs)
         if manager.planned:
             raise CheckpointError("a planned batch ended without the target model's forward")
+        if manager.unfinished:
+            raise CheckpointError("a batch ended without the forward that its captures follow")
         return result
     finally:
         manager.close_step()
@@ -67,12 +69,19 @@ def run_batch(original, self, batch, *args, **kwargs):
 
 def rows_of(batch: ScheduleBatch) -> list[Row]:
     """The batch's rows; mixed and converted decode rows are 1-token extends and read the same way."""
+    from sglang.srt.runtime_context import get_spec
+
     from ..checkpoint.manager import Row
 
+    verify = 0
     if batch.forward_mode.is_extend():
         spans = [(p, p + e) for p, e in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
-    else:
+    elif batch.spec_algorithm.is_none():
         spans = [(end - 1, end) for end in batch.seq_lens_cpu.tolist()]
+    else:
+        # The batch's own lengths may be on the device alone, or be an estimate.
+        verify = get_spec().speculative_num_draft_tokens
+        spans = [(req.kv.kv_committed_len,) * 2 for req in batch.reqs]
     generations = batch.req_to_token_pool.req_generation
     rows = []
     for req, (start, end) in zip(batch.reqs, spans, strict=True):
@@ -81,7 +90,7 @@ def rows_of(batch: ScheduleBatch) -> list[Row]:
         generation = -1 if slot is None else int(generations[slot])
         # Mixed and converted decode rows are extends, of what the request has generated.
         decode = start >= len(req.origin_input_ids)
-        rows.append(Row(key_of(req), slot, generation, start, end, decode))
+        rows.append(Row(key_of(req), slot, generation, start, end, decode, verify))
     return rows
 
 

@@ -34,15 +34,15 @@ def record_format_of(cache: StrictUnifiedRadixCache, config: Any, weights: str) 
 
 
 class WeightsName:
-    """What the loaded weights are called in the namespace: the same on every rank, whatever its shards.
+    """What the loaded weights, a draft model's included, are called in the namespace: the same on every rank, whatever its shards.
 
     At start, which is collective, the digests of all ranks. After an update no rank can count on the
     others to be here (updates fail, and data-parallel ranks are flushed, one by one), so several ranks
     then count updates of this start of the server, and what they store serves no other.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self._model = model
+    def __init__(self, models: list[torch.nn.Module]):
+        self._models = torch.nn.ModuleList(models)
         self._start, self._updates = "", 0
         parallel = get_parallel()
         self._alone = parallel.tp_size == 1
@@ -55,7 +55,7 @@ class WeightsName:
             self._start = told[0][1]
 
     def _digest(self) -> str:
-        return weights_digest(self._model.state_dict().items())
+        return weights_digest(self._models.state_dict().items())
 
     def updated(self) -> None:
         """The weights are others now."""

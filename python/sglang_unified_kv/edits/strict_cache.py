@@ -24,11 +24,11 @@ from .storage_name import WeightsName, record_format_of
 from .strict_cache_storage import StorageStrictCache
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchResult
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
     from ..checkpoint.record_format import RecordFormat
@@ -42,14 +42,20 @@ class StrictUnifiedRadixCache(StorageStrictCache):
 
     Args:
         params: upstream's.
-        model: the served model, loaded.
+        target: runner of the served model, loaded, its pools allocated.
+        draft: runner of the draft model, if there is one, in the same state.
         model_config: SGLang's.
     """
 
     def __init__(
-        self, params: CacheInitParams, *, model: torch.nn.Module, model_config: ModelConfig
+        self,
+        params: CacheInitParams,
+        *,
+        target: ModelRunner,
+        draft: ModelRunner | None,
+        model_config: ModelConfig,
     ) -> None:
-        self._model = model
+        self._runners = [runner for runner in (target, draft) if runner is not None]
         self._model_config = model_config
         # The base constructor resets, and reset reaches these.
         self.checkpoints = None
@@ -62,14 +68,15 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         super().init_hicache(server_args, params)
         self.init_checkpoints(params)
         self.cache_controller.register_host_pool_entry(self.records.entry())
-        self._weights = WeightsName(self._model)
+        self._weights = WeightsName([runner.model for runner in self._runners])
         self._bind_storage()
 
     def init_checkpoints(self, params: CacheInitParams) -> None:
         """Allocate the checkpoint store and let the hooks of this process act on it."""
-        pool = params.token_to_kv_pool_allocator.get_kvcache()
-        self.checkpoints, self.records = build_manager(self, pool, self._model_config.context_len)
-        activate(Active(self.checkpoints, pool))
+        pools = [runner.token_to_kv_pool for runner in self._runners]
+        self.checkpoints, self.records = build_manager(self, pools, self._model_config.context_len)
+        target, *draft = self._runners
+        activate(Active(self.checkpoints, target, draft[0] if draft else None))
         # Builds SGLang's native hash now, seconds before the first request instead of during it.
         get_storage_hash_str(RadixKey(array("q", [0]) * self.page_size), None, self.page_size)
 

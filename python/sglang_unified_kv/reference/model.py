@@ -5,6 +5,11 @@ downloaded: config, tokenizer and a safetensors checkpoint in DeepSeek's own nam
 file, the same bytes on every machine. Head, window, page and index sizes are upstream's (its
 kernels assert them), all else is small: 4 layers with compress ratios 0, 4, 128, 4, about 6 million
 parameters.
+
+With ``next_n`` there is a fifth layer, which drafts for EAGLE. It is built, not trained: its input is the
+embedding of the token it is given (plus a little of the target's hidden state), its layer is a copy of
+the target's first one, and the target's other layers weigh little, so that both mostly choose the same
+token.
 """
 
 from __future__ import annotations
@@ -117,12 +122,21 @@ class _Weights:
         value = (mean + whole.double() * (unit * std)).to(torch.bfloat16)
         self.tensors[name] = value if dtype is None else value.to(dtype)
 
+    def copy(self, source: str, target: str) -> None:
+        """Every tensor named ``source...`` once more as ``target...``."""
+        for name in [n for n in self.tensors if n.startswith(source)]:
+            self.tensors[target + name.removeprefix(source)] = self.tensors[name].clone()
+
     def linear(self, name, rows, columns, gain=1.0, dtype=None) -> None:
         """``[rows, columns]`` whose product with entries of size 1 has entries of size ``gain``."""
         self.add(name, rows, columns, std=gain * columns**-0.5, dtype=dtype)
 
 
-def _weights() -> dict:
+QUIET = 0.1
+"""Gain of what the next-n layer cannot foresee, in a model that has one."""
+
+
+def _weights(next_n: bool) -> dict:
     """The checkpoint: DeepSeek's tensor names to tensors.
 
     Gains are chosen so that attention weighs as much as the embedding: other KV gives other tokens.
@@ -145,12 +159,32 @@ def _weights() -> dict:
             w.linear(f"{prefix}.hc_{part}_fn", mixes, STREAMS * HIDDEN, dtype=fp32)
             w.add(f"{prefix}.hc_{part}_base", mixes, std=0.1, dtype=fp32)
             w.add(f"{prefix}.hc_{part}_scale", 3, std=0.1, mean=0.5, dtype=fp32)
-        _attention(w, f"{prefix}.attn", ratio)
-        _experts(w, f"{prefix}.ffn", layer)
+        foreseen = layer == 0 or not next_n
+        _attention(w, f"{prefix}.attn", ratio, gain=3.0 if foreseen else QUIET)
+        _experts(w, f"{prefix}.ffn", layer, gain=QUIET if next_n else 1.0)
+    if next_n:
+        _next_n(w)
     return w.tensors
 
 
-def _attention(w: _Weights, prefix: str, ratio: int) -> None:
+def _next_n(w: _Weights) -> None:
+    """``mtp.0``: the target's first layer and head behind a projection that passes the embedding on."""
+    import torch
+
+    prefix = "mtp.0"
+    w.copy("layers.0.", f"{prefix}.")
+    del w.tensors[f"{prefix}.ffn.gate.tid2eid"]
+    # Next-n layers route by score, not by token id.
+    w.add(f"{prefix}.ffn.gate.bias", EXPERTS, std=0.1, dtype=torch.float32)
+    w.copy("norm.weight", f"{prefix}.norm.weight")
+    w.copy("hc_head_", f"{prefix}.hc_head_")
+    for name in ("enorm", "hnorm"):
+        w.tensors[f"{prefix}.{name}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    w.tensors[f"{prefix}.e_proj.weight"] = torch.eye(HIDDEN, dtype=torch.bfloat16)
+    w.linear(f"{prefix}.h_proj.weight", HIDDEN, HIDDEN, gain=QUIET)
+
+
+def _attention(w: _Weights, prefix: str, ratio: int, gain: float) -> None:
     import torch
 
     w.add(f"{prefix}.attn_sink", HEADS, std=0.5, dtype=torch.float32)
@@ -160,7 +194,7 @@ def _attention(w: _Weights, prefix: str, ratio: int) -> None:
     w.linear(f"{prefix}.wkv.weight", HEAD_DIM, HIDDEN)
     w.add(f"{prefix}.kv_norm.weight", HEAD_DIM, std=0.1, mean=1.5)
     w.linear(f"{prefix}.wo_a.weight", O_GROUPS * O_RANK, HEADS * HEAD_DIM // O_GROUPS)
-    w.linear(f"{prefix}.wo_b.weight", HIDDEN, O_GROUPS * O_RANK, gain=3.0)
+    w.linear(f"{prefix}.wo_b.weight", HIDDEN, O_GROUPS * O_RANK, gain=gain)
     if ratio:
         _compressor(w, f"{prefix}.compressor", ratio, HEAD_DIM)
     if ratio == 4:
@@ -179,7 +213,7 @@ def _compressor(w: _Weights, prefix: str, ratio: int, dim: int) -> None:
     w.add(f"{prefix}.norm.weight", dim, std=0.1, mean=1.5, dtype=torch.float32)
 
 
-def _experts(w: _Weights, prefix: str, layer: int) -> None:
+def _experts(w: _Weights, prefix: str, layer: int, gain: float) -> None:
     import torch
 
     w.linear(f"{prefix}.gate.weight", EXPERTS, HIDDEN)
@@ -190,30 +224,41 @@ def _experts(w: _Weights, prefix: str, layer: int) -> None:
     for expert in [*(f"experts.{i}" for i in range(EXPERTS)), "shared_experts"]:
         w.linear(f"{prefix}.{expert}.w1.weight", EXPERT_DIM, HIDDEN)
         w.linear(f"{prefix}.{expert}.w3.weight", EXPERT_DIM, HIDDEN)
-        w.linear(f"{prefix}.{expert}.w2.weight", HIDDEN, EXPERT_DIM)
+        w.linear(f"{prefix}.{expert}.w2.weight", HIDDEN, EXPERT_DIM, gain=gain)
 
 
-def _fingerprint() -> str:
-    content = json.dumps([CONTENT_VERSION, CONFIG], sort_keys=True)
+def _config(next_n: bool) -> dict:
+    if not next_n:
+        return CONFIG
+    # A ratio for the next-n layer as well, as the published configurations have it.
+    return CONFIG | {"num_nextn_predict_layers": 1, "compress_ratios": [*COMPRESS_RATIOS, 0]}
+
+
+def _fingerprint(config: dict) -> str:
+    content = json.dumps([CONTENT_VERSION, config], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _is_written(path: Path) -> bool:
+def _is_written(path: Path, config: dict) -> bool:
     marker = path / MARKER
-    return marker.is_file() and json.loads(marker.read_text())["content"] == _fingerprint()
+    return marker.is_file() and json.loads(marker.read_text())["content"] == _fingerprint(config)
 
 
-def _write_files(directory: Path) -> None:
+def _write_files(directory: Path, next_n: bool) -> None:
     from safetensors.torch import save_file
 
-    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
-    save_file(_weights(), directory / "model.safetensors", metadata={"format": "pt"})
+    config = _config(next_n)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(_weights(next_n), directory / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(directory, VOCAB)
-    (directory / MARKER).write_text(json.dumps({"content": _fingerprint()}))
+    (directory / MARKER).write_text(json.dumps({"content": _fingerprint(config)}))
 
 
-def write_tiny_model(path: Path) -> Path:
+def write_tiny_model(path: Path, *, next_n: bool = False) -> Path:
     """Make ``path`` hold the tiny model and return it; a directory already written is left alone.
+
+    Args:
+        next_n: with a next-n layer, for ``--speculative-algorithm EAGLE``; its weights differ throughout.
 
     Written beside ``path`` and renamed, so that no process ever sees half a model.
 
@@ -221,7 +266,8 @@ def write_tiny_model(path: Path) -> Path:
         FileExistsError: ``path`` holds something that this function did not write.
     """
     path = Path(path)
-    if _is_written(path):
+    config = _config(next_n)
+    if _is_written(path, config):
         return path
     if path.exists() and not (path / MARKER).is_file() and any(path.iterdir()):
         raise FileExistsError(f"{path} is not empty and not a reference model; give another path")
@@ -230,13 +276,13 @@ def write_tiny_model(path: Path) -> Path:
     try:
         new, old = work / "new", work / "old"
         new.mkdir()
-        _write_files(new)
+        _write_files(new, next_n)
         if path.exists():
             path.rename(old)
         os.rename(new, path)
     except OSError:
         # Another process renamed first; anything else is a real failure.
-        if not _is_written(path):
+        if not _is_written(path, config):
             raise
     finally:
         shutil.rmtree(work)

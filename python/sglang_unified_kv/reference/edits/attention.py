@@ -5,6 +5,8 @@ from __future__ import annotations
 from sglang_unified_kv.reference.edits.series import FEATURE, SERIES
 
 _BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend_hip_radix"
+_DRAFT = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
+_BY_PLATFORM = "upstream's factory picks the HIP backend by platform"
 
 
 @SERIES.replace(
@@ -23,7 +25,7 @@ def is_unified_kv_triton() -> bool:
 @SERIES.registry(
     "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS[dsv4]",
     feature=FEATURE,
-    why="upstream's factory picks the HIP backend by platform",
+    why=_BY_PLATFORM,
     params="runner",
     fingerprint="f1b50b3afde7de8c",
 )
@@ -33,6 +35,33 @@ def create_hip_radix_backend(runner):
     )
 
     return DeepseekV4HipRadixBackend(runner)
+
+
+@SERIES.replace(
+    f"{_DRAFT}._create_dsv4_decode_backend",
+    feature=FEATURE,
+    why=_BY_PLATFORM,
+    params="self",
+    fingerprint="959cf14a8e6e5cc4",
+)
+def create_draft_decode_backend(self):
+    from sglang.srt.layers.attention.deepseek_v4_backend_hip_radix import DeepseekV4MultiStepBackend
+
+    steps = self.speculative_num_steps
+    return "dsv4", DeepseekV4MultiStepBackend(self.draft_model_runner, self.topk, steps)
+
+
+@SERIES.replace(
+    f"{_DRAFT}._create_dsv4_prefill_backend",
+    feature=FEATURE,
+    why=_BY_PLATFORM,
+    params="self",
+    fingerprint="09b07e6e12625480",
+)
+def create_draft_extend_backend(self):
+    from sglang.srt.layers.attention.deepseek_v4_backend_hip_radix import DeepseekV4HipRadixBackend
+
+    return "dsv4", DeepseekV4HipRadixBackend(self.draft_model_runner, skip_prefill=False)
 
 
 @SERIES.replace(
