@@ -25,6 +25,14 @@ def model_path(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def next_n_path(tmp_path_factory):
+    """The tiny model with a layer that drafts."""
+    from sglang_unified_kv.reference.model import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "next-n", next_n=True)
+
+
 @contextlib.contextmanager
 def environment(**values):
     """Set environment variables for a while; None unsets."""

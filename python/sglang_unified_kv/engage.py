@@ -275,7 +275,7 @@ LAUNCH_OBSTACLES = (
         "supported; set it to EAGLE or remove it",
     ),
     Rule(
-        lambda f: f.speculative_algorithm is None or f.speculative_eagle_topk == 1,
+        lambda f: f.speculative_eagle_topk in (None, 1),
         "--speculative-eagle-topk {speculative_eagle_topk}: accepted drafts of a tree are moved behind the "
         "verify step; set it to 1",
     ),

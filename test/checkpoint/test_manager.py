@@ -1,112 +1,14 @@
-"""The manager on rings whose rows say which request and position they hold.
-
-A row is ``[rid number, position, section]`` in every ring and in every chunk, so a wrong, stale or foreign
-byte names itself. Only the arithmetic of the model is simulated; store, staging and copies are real.
-"""
+"""The manager on rings whose rows say which request and position they hold."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind
-from sglang_unified_kv.checkpoint.manager import CheckpointError, CheckpointManager, Row
+from made_up_engine import PAGE, SLOTS, WINDOW, Engine, chain
+from sglang_unified_kv.checkpoint.layout import Kind
+from sglang_unified_kv.checkpoint.manager import CheckpointError, Row
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.checkpoint.publish import NewRange
-from sglang_unified_kv.checkpoint.rings import Ring
-from sglang_unified_kv.checkpoint.staging import RecordMover
-from sglang_unified_kv.checkpoint.store import CheckpointStore
-
-PAGE, WINDOW, SLOTS = 256, 128, 5
-POISON = 7
-
-
-class Engine:
-    """Rings, slots and chunks of a made-up model; drives a manager the way the edits do."""
-
-    def __init__(self, records=16, staging=4, stride=1, extra=0, strict=False, sections=2):
-        self.rings = [
-            Ring.of(Kind.WINDOW, i, self.buffer(WINDOW + extra), WINDOW + extra)
-            for i in range(sections)
-        ]
-        self.rings.append(Ring.of(Kind.ATTENTION_STATE, 1, self.buffer(8), 8))
-        self.rings.append(Ring.of(Kind.INDEXER_STATE, 1, self.buffer(8), 8))
-        layout = CheckpointLayout.of(
-            [r.spec for r in self.rings], page_size=PAGE, window=WINDOW, overlap=4
-        )
-        host = torch.full((records, layout.record_bytes), 9, dtype=torch.uint8)
-        self.manager = CheckpointManager(
-            CheckpointStore(records, PAGE),
-            RecordMover(layout, host, staging, torch.device("cpu")),
-            self.rings,
-            Grid(PAGE, stride),
-            strict_provenance=strict,
-        )
-        self.generation = [0] * SLOTS
-
-    @staticmethod
-    def buffer(size):
-        return torch.full((SLOTS * size, 4), POISON, dtype=torch.float32)
-
-    def fresh(self, slot):
-        """Allocate a slot: another request's rows are still in it."""
-        self.generation[slot] += 1
-        for ring in self.rings:
-            ring.buffer[slot * ring.size : (slot + 1) * ring.size] = POISON
-
-    def rows(self, rid, section, start, end):
-        positions = torch.arange(start, end, dtype=torch.float32)
-        fixed = torch.tensor([float(rid[1:]), float(section)]).expand(end - start, 2)
-        return torch.stack([fixed[:, 0], positions, fixed[:, 1], positions * 0.5], 1)
-
-    def forward(self, spans, decode=False):
-        """Compute ``[(rid, slot, start, end), ...]`` as one batch."""
-        rows = [Row(r, s, self.generation[s], a, b, decode) for r, s, a, b in spans]
-        self.manager.plan(rows)
-        try:
-            self.manager.begin_forward()
-            for i, ring in enumerate(self.rings):
-                flat = torch.cat([self.rows(r, i, a, b) for r, _, a, b in spans])
-                self.manager.capture_interior(ring.spec.kind, ring.buffer.data_ptr(), flat)
-                offset = 0
-                for _, slot, start, end in spans:
-                    for p in range(max(start, end - ring.size), end):
-                        ring.buffer[slot * ring.size + p % ring.size] = flat[offset + p - start]
-                    offset += end - start
-            for _ in self.manager.end_waves():
-                self.manager.capture_ends(frozenset({Kind.WINDOW}))
-                self.manager.capture_ends(frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE}))
-        finally:
-            self.manager.close_step()
-        self.manager.check_integrity()
-
-    def commit(self, rid, length, leaf_from=0, adopted=()):
-        ranges = [NewRange(a, b, leaf=False) for a, b in adopted]
-        if leaf_from < length:
-            ranges.append(NewRange(leaf_from, length, leaf=True))
-        self.manager.commit(rid, chain(rid), length // PAGE * PAGE, ranges)
-        self.manager.check_integrity()
-
-    def resume(self, rid, other, slot, boundary, length):
-        """``other``'s prompt shares ``rid``'s first ``boundary`` tokens; resume and check every row."""
-        self.fresh(slot)
-        self.manager.request_restore(other, chain(rid)[boundary // PAGE - 1], boundary)
-        self.manager.plan([Row(other, slot, self.generation[slot], boundary, length, False)])
-        self.manager.begin_forward()
-        for i, ring in enumerate(self.rings):
-            rows = WINDOW if ring.spec.kind is Kind.WINDOW else 4
-            found = torch.stack(
-                [
-                    ring.buffer[slot * ring.size + p % ring.size]
-                    for p in range(boundary - rows, boundary)
-                ]
-            )
-            assert torch.equal(found, self.rows(rid, i, boundary - rows, boundary)), (i, boundary)
-        self.manager.close_step()
-        self.manager.release(other)
-
-
-def chain(rid, pages=40):
-    return [f"{rid}:{i}" for i in range(1, pages + 1)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -33,6 +33,12 @@ def ring_buffers(engine: InProcessEngine) -> list[tuple[str, torch.Tensor, int, 
             for i, s in enumerate(states)
             if s is not None and s.ratio == 4
         ]
+    if engine.draft_runner is not None:
+        draft = engine.draft_runner.token_to_kv_pool
+        rings += [
+            (f"draft window {i}", buffer, draft.unified_swa_ring_size, WINDOW)
+            for i, buffer in enumerate(draft.unified_kv_pool.kv_buffer)
+        ]
     return rings
 
 

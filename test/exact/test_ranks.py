@@ -1,6 +1,7 @@
 """Two tensor-parallel ranks, and two data-parallel ones: real processes, real collectives."""
 
 import pytest
+import speculation_runs
 import torch
 from oracle import (
     Recorder,
@@ -177,3 +178,33 @@ def test_ranks_of_data_parallel_attention_reuse_on_their_own(pair, model_path, o
     ):
         assert hit.cached_tokens == hit.details["storage"] == boundary
         assert_equal_runs(hit, cold)
+
+
+def speculated(rank, port, model, texts, options):
+    """With drafts: a cold run, a hit, and a hit behind a boundary that generated tokens crossed."""
+    text = texts[rank]
+    with engine_of(rank, port, model, **speculation_runs.EAGLE, **options) as engine:
+        first = speculation_runs.cold(engine, text)
+        poison_rings(engine)
+        again = speculation_runs.run(engine, text)
+        longer = text + first.output_ids + prompt(9, 20)
+        poison_rings(engine)
+        hit = speculation_runs.run(engine, longer)
+        reference = speculation_runs.cold(engine, longer)
+        engine.drain()
+        engine.tree.checkpoints.check_idle()
+    for found, other in ((again, first), (hit, reference)):
+        speculation_runs.assert_equal_runs(found, other)
+    return first.output_ids, first.accepted, again.cached_tokens, hit.cached_tokens
+
+
+@pytest.mark.parametrize("options", [{}, DP], ids=["tp2", "dp attention"])
+def test_ranks_that_speculate_hit_alike(pair, next_n_path, options):
+    texts = [prompt(0, 765), prompt(0, 509)] if options else [prompt(0, 765)] * 2
+    first, second = pair(speculated, str(next_n_path), texts, options)
+    assert first[2:] == (512, 768)
+    if options:
+        assert second[2:] == (256, 512)
+    else:
+        assert first == second
+    assert sum(first[1]) / len(first[1]) > 1.5

@@ -45,6 +45,10 @@ GOOD = Facts(
     enable_pdmux=False,
     disaggregation_mode="null",
     speculative_algorithm=None,
+    speculative_eagle_topk=None,
+    speculative_adaptive=False,
+    enable_multi_layer_eagle=False,
+    enable_mixed_chunk=False,
     dllm_algorithm=None,
     enable_streaming_session=False,
     enable_session_radix_cache=False,
@@ -99,7 +103,14 @@ OBSTACLES = [
     (dict(enable_pdmux=True), "--enable-pdmux"),
     (dict(disaggregation_mode="prefill"), "--disaggregation-mode prefill"),
     (dict(disaggregation_mode="decode"), "--disaggregation-mode decode"),
-    (dict(speculative_algorithm="EAGLE"), "--speculative-algorithm EAGLE"),
+    (
+        dict(speculative_algorithm="EAGLE", enable_mixed_chunk=True),
+        "--enable-mixed-chunk with --speculative-algorithm EAGLE",
+    ),
+    (dict(speculative_algorithm="NGRAM"), "--speculative-algorithm NGRAM"),
+    (dict(speculative_eagle_topk=4), "--speculative-eagle-topk 4"),
+    (dict(speculative_adaptive=True), "--speculative-adaptive"),
+    (dict(enable_multi_layer_eagle=True), "--enable-multi-layer-eagle"),
     (dict(dllm_algorithm="LowConfidence"), "--dllm-algorithm LowConfidence"),
     (dict(enable_streaming_session=True), "--enable-streaming-session"),
     (dict(enable_session_radix_cache=True), "--enable-session-radix-cache"),
@@ -122,6 +133,9 @@ def forget():
 
 def test_engaged():
     assert decide(ON, GOOD) == Decision(State.ENGAGED)
+    eagle = replace(GOOD, speculative_algorithm="EAGLE", speculative_eagle_topk=1)
+    assert decide(ON, eagle) == Decision(State.ENGAGED)
+    assert decide(ON, replace(GOOD, enable_mixed_chunk=True)) == Decision(State.ENGAGED)
     reference = replace(GOOD, is_hip=False, reference_engine=True, compress_state_dtype="fp32")
     assert decide(ON, reference) == Decision(State.ENGAGED)
 

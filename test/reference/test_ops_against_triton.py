@@ -28,6 +28,15 @@ TOLERANCE = {
     "sinkhorn": 1e-6,
     "stream combine": 0.04,
     "stream head": 0.04,
+    "chain tree": 0.0,
+    "greedy acceptance": 0.0,
+    "last accepted token": 0.0,
+    "drafted slots": 0.0,
+    "verified slots": 0.0,
+    "last slots": 0.0,
+    "written slots": 0.0,
+    "rejected C128 states": 0.0,
+    "relayed drafts": 0.0,
 }
 
 

@@ -22,6 +22,9 @@ DIGESTS = {
 }
 
 
+NEXT_N_DIGESTS = {1: {"config.json": "27a8bfdd27d716f3", "model.safetensors": "d1962703333cadce"}}
+
+
 def digests(path):
     return {
         file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16]
@@ -33,6 +36,17 @@ def digests(path):
 def test_its_bytes_are_fixed(model_path, tmp_path):
     assert digests(model_path) == DIGESTS[CONTENT_VERSION]
     assert digests(write_tiny_model(tmp_path / "again")) == DIGESTS[CONTENT_VERSION]
+
+
+def test_the_bytes_with_a_next_n_layer_are_fixed(next_n_path, tmp_path):
+    found = digests(next_n_path)
+    assert NEXT_N_DIGESTS[CONTENT_VERSION].items() <= found.items()
+    assert digests(write_tiny_model(tmp_path / "again", next_n=True)) == found
+
+
+def test_one_model_replaces_the_other(tmp_path):
+    write_tiny_model(tmp_path / "model", next_n=True)
+    assert digests(write_tiny_model(tmp_path / "model")) == DIGESTS[CONTENT_VERSION]
 
 
 def test_module_run(tmp_path, monkeypatch, capsys):

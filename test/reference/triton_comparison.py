@@ -19,13 +19,22 @@ from sglang.kernels.ops.attention.dsv4.unified_kv_kernels import (  # noqa: E402
     paged_prefill,
     runtime,
 )
-from sglang.kernels.ops.kvcache import dsv4_unified_kv_store  # noqa: E402
+from sglang.kernels.ops.kvcache import dsv4_c128_cleanup, dsv4_unified_kv_store  # noqa: E402
 from sglang.kernels.ops.layernorm import mhc, mhc_head  # noqa: E402
+from sglang.kernels.ops.memory import common as memory  # noqa: E402
+from sglang.kernels.ops.speculative import (  # noqa: E402
+    cache_locs,
+    eagle,
+    gather_spec_extras,
+    spec_tree,
+)
+from sglang.srt.mem_cache import allocation  # noqa: E402
 from sglang_unified_kv.reference.ops import (  # noqa: E402
     attention,
     hyper_connections,
     indices,
     norm_rope,
+    speculation,
 )
 
 TOKENS, WINDOW, SWA_PAGES = 5, 128, 5 * 128
@@ -303,6 +312,118 @@ def stream_head():
     return difference(mhc_head.fused_hc_head(*arguments), hyper_connections.head(*arguments))
 
 
+ROWS = torch.tensor([2, 0, 3])
+LENGTHS_OF_ROWS = torch.tensor([5, 256, 0])
+REQ_TO_TOKEN = torch.randperm(4 * 512).int().view(4, 512)
+DRAFTS = 4
+
+
+def chain_tree():
+    """One draft per step: what upstream's tree kernel makes of it, and the mask's cells of the chain."""
+    results = []
+    parents = torch.arange(-1, DRAFTS - 2).expand(3, -1).contiguous()
+    scores = torch.arange(DRAFTS - 1).expand(3, -1).contiguous()
+    for build in (spec_tree.sgl_build_tree_kernel_triton, speculation.build_chain):
+        mask = torch.zeros(3 * DRAFTS * DRAFTS, dtype=torch.bool)
+        links = torch.full((3, 3, DRAFTS), -1)
+        positions = torch.empty(3 * DRAFTS, dtype=torch.long)
+        tree = mask, positions, *links
+        mode = spec_tree.TreeMaskMode.QLEN_ONLY
+        build(parents, scores, LENGTHS_OF_ROWS, *tree, 1, DRAFTS - 1, DRAFTS, mode)
+        results.append([positions, *links])
+    return difference(*results)
+
+
+def greedy_acceptance():
+    """Every number of accepted drafts from none to all, drafts that agree again behind a wrong one."""
+    target = torch.randint(0, 50, (6, DRAFTS))
+    candidates = torch.cat([torch.full((6, 1), 99), target[:, :-1]], 1)
+    for row, wrong in enumerate((1, 2, 3)):
+        candidates[row, wrong] = 77
+    candidates[3, 1:3] = 77
+    links = torch.full((3, 6, DRAFTS), -1)
+    speculation.build_chain(
+        None, None, torch.zeros(6).long(), None, torch.empty(24).long(), *links, 1, 3, DRAFTS, None
+    )
+    results = []
+    for verify in (spec_tree.verify_tree_greedy_triton, speculation.verify_chain):
+        accepted = torch.full((6, DRAFTS), -1, dtype=torch.int32)
+        predicts, counts = torch.zeros(24, dtype=torch.int32), torch.empty(6, dtype=torch.int32)
+        verify(predicts, accepted, counts, candidates, *links, target)
+        # Tokens behind the last accepted one are nobody's.
+        used = predicts.view(6, DRAFTS) * (torch.arange(DRAFTS) <= counts[:, None])
+        results.append((accepted, counts, used))
+    return difference(*results)
+
+
+def last_of_each():
+    tokens, lengths = (
+        torch.arange(12, dtype=torch.int32),
+        torch.tensor([1, 4, 2], dtype=torch.int32),
+    )
+    results = []
+    for fill in (eagle.fill_bonus_tokens_func, speculation.last_accepted):
+        bonus = torch.empty(3, dtype=torch.int32)
+        fill(tokens, lengths, bonus, 4, 3)
+        results.append(bonus)
+    return difference(*results)
+
+
+def drafted_slots():
+    results = []
+    for assign in (
+        cache_locs.assign_draft_cache_locs_contiguous_func,
+        speculation.draft_slots,
+    ):
+        slots = torch.empty(3 * DRAFTS, dtype=torch.long)
+        assign(ROWS, REQ_TO_TOKEN, LENGTHS_OF_ROWS, slots, 1, DRAFTS)
+        results.append(slots)
+    return difference(*results)
+
+
+def verified_slots():
+    theirs = torch.empty(3 * DRAFTS, dtype=torch.long)
+    cache_locs.assign_extend_cache_locs_uniform[(3,)](
+        ROWS, REQ_TO_TOKEN, LENGTHS_OF_ROWS, theirs, REQ_TO_TOKEN.shape[1], DRAFTS
+    )
+    ours = speculation.extend_slots(ROWS, REQ_TO_TOKEN, LENGTHS_OF_ROWS, 3, DRAFTS)
+    return difference(theirs, ours)
+
+
+def last_slots():
+    arguments = REQ_TO_TOKEN, ROWS, LENGTHS_OF_ROWS
+    return difference(memory.get_last_loc_triton(*arguments), speculation.last_slots(*arguments))
+
+
+def written_slots():
+    results = []
+    new = torch.arange(9000, 9000 + 7).int()
+    for write in (allocation.assign_req_to_token_pool_func, speculation.write_slots):
+        table = REQ_TO_TOKEN.clone()
+        write(ROWS, table, LENGTHS_OF_ROWS, LENGTHS_OF_ROWS + torch.tensor([3, 0, 4]), new, 3)
+        results.append(table)
+    return difference(*results)
+
+
+def rejected_c128_states():
+    results = []
+    for clear in (
+        dsv4_c128_cleanup.clear_unaccepted_c128_draft_states,
+        speculation.clear_rejected_c128,
+    ):
+        state = torch.ones(4 * 256, 2 * DIM)
+        accepted = torch.tensor([1, 4, 2], dtype=torch.int32)
+        clear(state, ROWS, LENGTHS_OF_ROWS, accepted, ring_size=256, num_draft_tokens=DRAFTS)
+        results.append(state.clamp_min(-1e9))
+    return difference(*results)
+
+
+def relayed_drafts():
+    buffers = torch.rand(4, 1), torch.randint(0, 9, (4, 1)), torch.arange(4), torch.rand(4, 64)
+    theirs = gather_spec_extras.gather_spec_extras(ROWS, *buffers)
+    return difference(theirs, speculation.relayed_drafts(ROWS, *buffers))
+
+
 CASES = {
     "compression metadata": metadata,
     "page table": page_table,
@@ -322,6 +443,15 @@ CASES = {
     "sinkhorn": sinkhorn,
     "stream combine": stream_combine,
     "stream head": stream_head,
+    "chain tree": chain_tree,
+    "greedy acceptance": greedy_acceptance,
+    "last accepted token": last_of_each,
+    "drafted slots": drafted_slots,
+    "verified slots": verified_slots,
+    "last slots": last_slots,
+    "written slots": written_slots,
+    "rejected C128 states": rejected_c128_states,
+    "relayed drafts": relayed_drafts,
 }
 
 if __name__ == "__main__":

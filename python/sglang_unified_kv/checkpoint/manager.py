@@ -5,7 +5,7 @@ Called by the scheduler's thread only, in this order for every batch::
     request_restore(rid, ...)       a fresh row was matched against a checkpoint: its record is pinned
     plan(rows)                      restores are bound to rows, captures get host slots
     begin_forward()                 restores run on the current stream
-      capture_interior(...)           each layer hands over the chunk's rows, a draft model's behind the target's
+      capture_interior(...)           each layer hands over the chunk's rows, the draft model's last
     end_waves(), capture_ends()     interior records are sent to the host; boundaries the forward ended
                                     at are gathered from the rings and sent
     close_step()                    pins are released
@@ -294,7 +294,7 @@ class CheckpointManager:
         self._step.interior_gather.gather(section, self.rings[section], flat_rows)
 
     def end_waves(self) -> Iterator[None]:
-        """Behind the last layer, a draft model's included: save the interior captures, then step through those at span ends.
+        """Behind the last layer (the draft model's): save the interior captures, then step through the ends.
 
         As many at a time as staging holds. Between two steps the caller has :meth:`capture_ends` called
         for every kind; each wave is sent to the host when the iterator is advanced.

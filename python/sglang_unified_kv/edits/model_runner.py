@@ -34,7 +34,9 @@ def forward(original, self, forward_batch, *args, **kwargs):
 
 def _capture_ends(manager, forward_batch) -> None:
     active = current()
-    backends = [runner.attn_backend for runner in (active.target, active.draft) if runner is not None]
+    backends = [
+        runner.attn_backend for runner in (active.target, active.draft) if runner is not None
+    ]
     for _ in manager.end_waves():
         for backend in backends:
             backend.capture_swa_windows_decode(forward_batch)

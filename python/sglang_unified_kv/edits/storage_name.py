@@ -34,7 +34,10 @@ def record_format_of(cache: StrictUnifiedRadixCache, config: Any, weights: str) 
 
 
 class WeightsName:
-    """What the loaded weights, a draft model's included, are called in the namespace: the same on every rank, whatever its shards.
+    """What the loaded weights are called in the namespace: the same on every rank, whatever its shards.
+
+    Args:
+        models: the target, and the draft model if there is one.
 
     At start, which is collective, the digests of all ranks. After an update no rank can count on the
     others to be here (updates fail, and data-parallel ranks are flushed, one by one), so several ranks

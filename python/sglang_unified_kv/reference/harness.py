@@ -154,6 +154,12 @@ class InProcessEngine:
         return self.model_runner.token_to_kv_pool
 
     @property
+    def draft_runner(self):
+        """The draft model's runner; None without speculation."""
+        worker = self.scheduler.draft_worker
+        return worker.draft_worker.draft_runner if worker is not None else None
+
+    @property
     def req_to_token_pool(self):
         return self.scheduler.req_to_token_pool
 

@@ -1,6 +1,13 @@
 """Everything that the reference engine touches in SGLang, one module per upstream area."""
 
-from sglang_unified_kv.reference.edits import attention, hicache, kernels, model, parallel, speculation
+from sglang_unified_kv.reference.edits import (
+    attention,
+    hicache,
+    kernels,
+    model,
+    parallel,
+    speculation,
+)
 from sglang_unified_kv.reference.edits.series import SERIES
 
 __all__ = ["SERIES", "attention", "hicache", "kernels", "model", "parallel", "speculation"]

@@ -70,23 +70,40 @@ def last_accepted(accept_tokens, accept_lens, bonus_tokens, accept_stride, batch
 
 
 def draft_slots(
-    req_pool_indices, req_to_token, seq_lens, out_cache_loc, topk, num_cols, positions=None, mrope=None
+    req_pool_indices,
+    req_to_token,
+    seq_lens,
+    out_cache_loc,
+    topk,
+    num_cols,
+    positions=None,
+    mrope=None,
 ) -> None:
     """``out_cache_loc [B * num_cols]``: each request's slots from ``seq_lens`` on."""
     if topk != 1 or mrope is not None:
         raise NotImplementedError("the reference engine drafts chains of text only")
-    out_cache_loc.copy_(extend_slots(req_pool_indices, req_to_token, seq_lens, len(seq_lens), num_cols))
+    out_cache_loc.copy_(
+        extend_slots(req_pool_indices, req_to_token, seq_lens, len(seq_lens), num_cols)
+    )
     if positions is not None:
         positions.copy_(seq_lens)
 
 
 def extend_slots(
-    req_pool_indices, req_to_token, start_offset, batch_size, draft_token_num, device=None, **translation
+    req_pool_indices,
+    req_to_token,
+    start_offset,
+    batch_size,
+    draft_token_num,
+    device=None,
+    **translation,
 ) -> torch.Tensor:
     """int64 ``[batch_size * draft_token_num]``: each request's slots from ``start_offset`` on."""
     if any(value is not None for name, value in translation.items() if name != "page_size"):
         raise NotImplementedError("the reference engine has no virtual pages")
-    columns = start_offset.long()[:, None] + torch.arange(draft_token_num, device=start_offset.device)
+    columns = start_offset.long()[:, None] + torch.arange(
+        draft_token_num, device=start_offset.device
+    )
     return req_to_token[req_pool_indices.long()[:, None], columns].long().flatten()
 
 
