@@ -16,6 +16,7 @@ from sglang_unified_kv.checkpoint.geometry import ring_rows
 from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind
 from sglang_unified_kv.checkpoint.restore import Restore, restore
 from sglang_unified_kv.checkpoint.rings import Ring, upload
+from sglang_unified_kv.checkpoint.rows import rows_on
 from sglang_unified_kv.checkpoint.staging import RecordMover
 from sglang_unified_kv.checkpoint.store import Record
 
@@ -53,6 +54,7 @@ class Mirror:
         pinned = device.type != "cpu"
         host = torch.empty(HOST, self.layout.record_bytes, dtype=torch.uint8, pin_memory=pinned)
         self.mover = RecordMover(self.layout, host, STAGING, device)
+        self.moves = rows_on(device, self.layout, self.rings, self.mover.staging)
         self.held: dict[int, tuple[int, list[np.ndarray]]] = {}
 
     def delay(self, stream=None) -> None:
@@ -89,12 +91,12 @@ class Mirror:
         hosts = self.chance.sample(range(HOST), len(inside) + 1)
         captures = [Capture("r", slot, b, start, 0, h) for b, h in zip(inside, hosts, strict=False)]
         self.delay()
-        gather = InteriorCapture(captures, self.mover) if captures else None
+        gather = InteriorCapture(captures, self.moves, self.mover) if captures else None
         records = {b: [] for b in inside}
         for i, ring in enumerate(self.rings):
             rows, values = self.rows_of(end - start, i)
             if gather is not None:
-                gather.gather(i, ring, rows)
+                gather.gather(i, rows)
             count = self.layout.sections[i].rows
             for boundary in inside:
                 old = ring_rows(slot, ring.size, boundary - count, boundary)
@@ -112,7 +114,8 @@ class Mirror:
 
     def decode_end(self, slot: int, end: int, host: int) -> None:
         """A capture behind a forward, from the rings; the next forward overwrites them at once."""
-        capture = EndCapture([Capture("r", slot, end, end - 1, 0, host)], self.rings, self.mover)
+        captures = [Capture("r", slot, end, end - 1, 0, host)]
+        capture = EndCapture(captures, self.moves, self.mover)
         self.delay()
         capture.gather(frozenset(WIDTHS))
         if self.chance.random() < 0.5:
@@ -139,7 +142,7 @@ class Mirror:
             for host, slot in zip(hosts, slots, strict=True)
         ]
         self.delay()
-        restore(restores, self.rings, self.mover)
+        restore(restores, self.moves, self.mover)
         for item in restores:
             boundary, rows = self.held[item.record.slot]
             for i, ring in enumerate(self.rings):

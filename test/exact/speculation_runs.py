@@ -33,6 +33,7 @@ class SpecRun:
         resumed: rings before the first layer of the first extend, at its first position.
         ended: rings behind the last chunk and the draft's, at the end of the prompt.
         at_boundary: rings behind each step that committed a page boundary, there.
+        turn: the prompt continues what another run generated.
     """
 
     output_ids: list[int] = field(default_factory=list)
@@ -44,6 +45,7 @@ class SpecRun:
     resumed: dict | None = None
     ended: dict | None = None
     at_boundary: dict[int, dict] = field(default_factory=dict)
+    turn: bool = False
 
     @property
     def accept_length(self) -> float:

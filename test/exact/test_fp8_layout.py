@@ -87,16 +87,16 @@ def test_rows_come_back_byte_for_byte_in_another_slot(manager, boundary):
     if boundary == END:
         for ring, rows in zip(rings, chunk, strict=True):
             put(ring, SLOT, START, rows)
-        capture = EndCapture(captures, rings, mover)
+        capture = EndCapture(captures, manager.rows, mover)
         capture.gather(frozenset(Kind))
     else:
-        capture = InteriorCapture(captures, mover)
-        for section, (ring, rows) in enumerate(zip(rings, chunk, strict=True)):
-            capture.gather(section, ring, rows)
+        capture = InteriorCapture(captures, manager.rows, mover)
+        for section, rows in enumerate(chunk):
+            capture.gather(section, rows)
     capture.finish()
     for ring in rings:
         as_bytes(ring.buffer)[OTHER * ring.size : (OTHER + 1) * ring.size] = 0xA5
-    restore([Restore("r", OTHER, Record("key", boundary, host_slot, False))], rings, mover)
+    restore([Restore("r", OTHER, Record("key", boundary, host_slot, False))], manager.rows, mover)
     for section, ring, old, new in zip(mover.layout.sections, rings, before, chunk, strict=True):
         whole = torch.cat([as_bytes(old), as_bytes(new)])
         expected = whole[boundary - section.rows : boundary]

@@ -28,11 +28,11 @@ def test_staging_is_reserved_before_the_kv_pool_is_sized(make_engine, env, chunk
         assert mover.staging_slots == slots
         configurator = create_memory_pool_configurator(engine.model_runner.kv_cache_configurator)
         reserved = configurator._fixed_swa_bytes(4)
-        assert staging_bytes(configurator) == mover._staging.nbytes
+        assert staging_bytes(configurator) == mover.staging.nbytes
         budget = reserved + 10_000_000
         strict = configurator.calculate_pool_sizes(budget, PAGE).full_max_total_num_tokens
         engage.reset()
-        assert reserved - configurator._fixed_swa_bytes(4) == mover._staging.nbytes
+        assert reserved - configurator._fixed_swa_bytes(4) == mover.staging.nbytes
         stock = configurator.calculate_pool_sizes(budget, PAGE).full_max_total_num_tokens
         assert strict < stock
 

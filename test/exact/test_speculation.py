@@ -207,7 +207,7 @@ def test_sizes_and_rings(engine, manager):
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 
     configurator = create_memory_pool_configurator(engine.model_runner.kv_cache_configurator)
-    assert staging_bytes(configurator) == manager.mover._staging.nbytes
+    assert staging_bytes(configurator) == manager.mover.staging.nbytes
     assert {r.size for r in manager.rings if r.spec.kind is Kind.DRAFT_WINDOW} == {
         128 + DRAFT_TOKENS - 1
     }

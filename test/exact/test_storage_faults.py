@@ -4,8 +4,9 @@ import random
 from collections import Counter
 
 import pytest
+from folder_damage import DAMAGES
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
-from storage_folder import STORAGE, at, pages, records, storage_threads
+from storage_folder import STORAGE, at, storage_threads
 
 LENGTHS = (444, 700, 950, 1100)
 LEAST_HITS = 0.3
@@ -27,54 +28,6 @@ def objects(engine, oracle, folder):
     engine.run(oracle.text[:1100], 1)
     engine.flush()
     return {path: path.read_bytes() for path in folder.iterdir()}
-
-
-def one(chance, folder):
-    return chance.choice(chance.choice([records, pages])(folder))
-
-
-def flip_a_byte(chance, folder):
-    path = one(chance, folder)
-    data = bytearray(path.read_bytes())
-    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    path.write_bytes(data)
-
-
-def cut(chance, folder):
-    path = one(chance, folder)
-    path.write_bytes(path.read_bytes()[: chance.randrange(path.stat().st_size)])
-
-
-def delete(chance, folder):
-    one(chance, folder).unlink()
-
-
-def delete_every_kth(chance, folder):
-    found = chance.choice([records(folder), pages(folder)])
-    for path in found[chance.randrange(2) :: chance.randrange(2, 5)]:
-        path.unlink()
-
-
-def swap(chance, folder):
-    kind = chance.choice([records(folder), pages(folder, "deepseek_v4_c4")])
-    if len(kind) < 2:
-        return
-    left, right = chance.sample(kind, 2)
-    left_bytes, right_bytes = left.read_bytes(), right.read_bytes()
-    left.write_bytes(right_bytes)
-    right.write_bytes(left_bytes)
-
-
-def overwrite_a_run(chance, folder):
-    path = one(chance, folder)
-    data = bytearray(path.read_bytes())
-    start = chance.randrange(len(data))
-    end = min(len(data), start + chance.randrange(1, 4096))
-    data[start:end] = chance.randbytes(end - start)
-    path.write_bytes(data)
-
-
-DAMAGES = (flip_a_byte, cut, delete, delete_every_kth, swap, overwrite_a_run)
 
 
 @pytest.mark.parametrize(

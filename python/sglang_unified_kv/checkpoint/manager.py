@@ -29,6 +29,7 @@ from .policy import PlacementPolicy, Span
 from .publish import NewRange, Publisher
 from .restore import Restore, restore
 from .rings import Ring, check_layout
+from .rows import rows_on
 from .staging import RecordMover
 from .stats import Stats
 from .storage import StorageTraffic
@@ -106,6 +107,7 @@ class CheckpointManager:
         self.store = store
         self.mover = mover
         self.rings = list(rings)
+        self.rows = rows_on(mover.device, mover.layout, self.rings, mover.staging)
         self.policy = policy
         self.stats = Stats()
         self._requested: dict[str, Record] = {}
@@ -273,12 +275,12 @@ class CheckpointManager:
         if step.restores:
             verifier = self.verifier
             landed = verifier.landed if verifier is not None else None
-            restore(step.restores, self.rings, self.mover, landed)
+            restore(step.restores, self.rows, self.mover, landed)
             if verifier is not None:
                 verifier.restored(step.restores)
             self.stats.restored += len(step.restores)
         if step.interior:
-            step.interior_gather = InteriorCapture(step.interior, self.mover)
+            step.interior_gather = InteriorCapture(step.interior, self.rows, self.mover)
 
     def capture_interior(self, kind: Kind, ring_address: int, flat_rows) -> None:
         """Take one ring's rows of every boundary inside the chunks, before the ring is overwritten.
@@ -291,7 +293,7 @@ class CheckpointManager:
         if not self._armed or self._step.interior_gather is None:
             return
         section = self._section_of[kind, ring_address]
-        self._step.interior_gather.gather(section, self.rings[section], flat_rows)
+        self._step.interior_gather.gather(section, flat_rows)
 
     def end_waves(self) -> Iterator[None]:
         """Behind the last layer (the draft model's): save the interior captures, then step through the ends.
@@ -308,7 +310,7 @@ class CheckpointManager:
             self.stats.captured += len(step.interior)
         for first in range(0, len(step.ends), size):
             captures = step.ends[first : first + size]
-            step.wave = EndCapture(captures, self.rings, self.mover)
+            step.wave = EndCapture(captures, self.rows, self.mover)
             yield
             step.wave.finish()
             self.stats.captured += len(captures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .rings import Ring, RowIndex, upload
+from .rows import Places, TorchRows
 from .staging import RecordMover
 from .store import Record
 
@@ -21,7 +21,7 @@ class Restore:
 
 def restore(
     restores: list[Restore],
-    rings: list[Ring],
+    rows: TorchRows,
     mover: RecordMover,
     landed: Callable[[list[int], list[Restore]], None] | None = None,
 ) -> None:
@@ -38,9 +38,6 @@ def restore(
         mover.load([r.record.slot for r in wave], staged)
         if landed is not None:
             landed(staged, wave)
-        index = RowIndex([(r.slot, r.record.boundary) for r in wave], mover.device)
-        slots = upload(staged, mover.device)
-        for source, ring in zip(mover.sections, rings, strict=True):
-            rows = source.index_select(0, slots).flatten(0, 1)
-            ring.words.index_copy_(0, index.of(ring, source.shape[1]), rows)
+        pairs = [(r.slot, r.record.boundary) for r in wave]
+        rows.scatter_rings(Places(pairs, staged, mover.device))
         mover.done_reading(staged)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .geometry import ring_rows
 from .layout import CheckpointLayout, RingSpec
 
 WORD = torch.int64
@@ -60,26 +59,6 @@ class Ring:
     @property
     def words(self) -> torch.Tensor:
         return as_words(self.buffer)
-
-
-class RowIndex:
-    """Ring rows ``[P - rows, P)`` of several (slot, boundary P) pairs, one index tensor per (rows, size).
-
-    Rings of the same geometry share the tensor, so a forward uploads two or three of them.
-    """
-
-    def __init__(self, pairs: list[tuple[int, int]], device: torch.device):
-        self._pairs = pairs
-        self._device = device
-        self._tensors: dict[tuple[int, int], torch.Tensor] = {}
-
-    def of(self, ring: Ring, rows: int) -> torch.Tensor:
-        """int64 ``[pairs * rows]`` on the device."""
-        key = (rows, ring.size)
-        if key not in self._tensors:
-            index = [ring_rows(slot, ring.size, end - rows, end) for slot, end in self._pairs]
-            self._tensors[key] = upload(np.concatenate(index), self._device)
-        return self._tensors[key]
 
 
 def check_layout(layout: CheckpointLayout, rings: list[Ring]) -> None:

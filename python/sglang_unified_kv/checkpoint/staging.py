@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 
 from .layout import CheckpointLayout
-from .rings import WORD
 
 
 class RecordMover:
@@ -38,7 +37,7 @@ class RecordMover:
         self.device = device
         self._module = torch.get_device_module(device)
         self._copy_stream = self._module.Stream()
-        self._staging = torch.zeros(
+        self.staging = torch.zeros(
             (staging_slots, layout.record_bytes), dtype=torch.uint8, device=device
         )
         # Told (staging slots, host slots) before records are copied to the host; for debugging.
@@ -48,13 +47,6 @@ class RecordMover:
         self._staging_busy: dict[int, object] = {}
         self._host_written: dict[int, object] = {}
         self._host_read: dict[int, object] = {}
-        # One view per section: int64 [staging_slots, rows, row words].
-        self.sections = [
-            self._staging[:, s.offset : s.offset + s.nbytes]
-            .view(WORD)
-            .unflatten(1, (s.rows, s.spec.row_bytes // 8))
-            for s in layout.sections
-        ]
 
     def take(self, count: int) -> list[int]:
         """Staging slots for the current stream, oldest use first; at most :attr:`staging_slots`.
@@ -78,7 +70,7 @@ class RecordMover:
         self._copy_stream.wait_event(gathered)
         with self._module.stream(self._copy_stream):
             for source, target in zip(staging, host, strict=True):
-                self.host[target].copy_(self._staging[source], non_blocking=True)
+                self.host[target].copy_(self.staging[source], non_blocking=True)
         done = self._record(self._copy_stream)
         self._held.difference_update(staging)
         self._staging_busy.update(dict.fromkeys(staging, done))
@@ -90,7 +82,7 @@ class RecordMover:
         for event in {id(e): e for h in host if (e := self._host_written.get(h))}.values():
             stream.wait_event(event)
         for source, target in zip(host, staging, strict=True):
-            self._staging[target].copy_(self.host[source], non_blocking=True)
+            self.staging[target].copy_(self.host[source], non_blocking=True)
         self._host_read.update(dict.fromkeys(host, self._record(stream)))
 
     def wait_written(self, host: int) -> None:

@@ -22,7 +22,8 @@ import xxhash
 
 from .layout import STATE_KINDS
 from .restore import Restore
-from .rings import Ring, RowIndex
+from .rings import Ring
+from .rows import Places
 from .staging import RecordMover
 
 logger = logging.getLogger(__name__)
@@ -75,9 +76,9 @@ class Verifier:
             Mismatch: and logs the MISMATCH line.
         """
         for item in restores:
-            index = RowIndex([(item.slot, item.record.boundary)], self._mover.device)
+            place = Places([(item.slot, item.record.boundary)], [], self._mover.device)
             sections = zip(self._rings, self._mover.layout.sections, strict=True)
-            rows = [ring.words[index.of(ring, section.rows)] for ring, section in sections]
+            rows = [ring.words[place.ring_rows(ring, section.rows)] for ring, section in sections]
             found, expected = self._digests(rows), self._captured[item.record.slot]
             self._judge("SWA-DBG", "restore verified", item, found[0] == expected[0])
             self._judge("C4-STATE-DBG", "state ride bit-exact", item, found[1] == expected[1])
@@ -91,7 +92,7 @@ class Verifier:
         raise Mismatch(f"[{tag}] MISMATCH {where}: restored bytes are not the captured ones")
 
     def _staged(self, slot: int) -> list[torch.Tensor]:
-        return [section[slot] for section in self._mover.sections]
+        return self._sections(self._mover.staging[slot])
 
     def _sections(self, record: torch.Tensor) -> list[torch.Tensor]:
         return [record[s.offset : s.offset + s.nbytes] for s in self._mover.layout.sections]

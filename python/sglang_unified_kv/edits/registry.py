@@ -39,7 +39,7 @@ def create_unified_radix_cache(original, ctx, *, cache_class=None):
     strict = partial(
         StrictUnifiedRadixCache,
         target=ctx.tp_worker.model_runner,
-        draft=draft_runner(),
+        draft=draft_runner(ctx.tp_worker.model_runner),
         model_config=ctx.model_config,
     )
     cache = original(ctx, cache_class=strict)

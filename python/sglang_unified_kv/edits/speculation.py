@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from .active import current_manager
 from .request_key import key_of
@@ -12,13 +13,12 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _FEATURE = "bit-exact hicache"
-_draft_runners: tuple[ModelRunner, ...] = ()
+_drafts_of: WeakKeyDictionary[ModelRunner, tuple[ModelRunner, ...]] = WeakKeyDictionary()
 
 
-def draft_runner() -> ModelRunner | None:
-    """The draft model's runner of the engine under construction; asked once."""
-    global _draft_runners
-    runners, _draft_runners = _draft_runners, ()
+def draft_runner(target: ModelRunner) -> ModelRunner | None:
+    """Runner of the draft model beside the target's, if there is one."""
+    runners = _drafts_of.get(target, ())
     assert len(runners) <= 1, "engagement lets one draft model through"
     return runners[0] if runners else None
 
@@ -31,8 +31,7 @@ def draft_runner() -> ModelRunner | None:
     fingerprint="6487e9b8fd47f9f4",
 )
 def init_hicache_draft_plan(original, self):
-    global _draft_runners
-    _draft_runners = self._draft_model_runners()
+    _drafts_of[self.target_worker.model_runner] = self._draft_model_runners()
     return original(self)
 
 

@@ -1,0 +1,82 @@
+"""The Triton kernels: equal to their torch twins, and compiled for every target without its device."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from sglang_unified_kv.kernels import rows
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {
+    "gfx942": (GPUTarget("hip", "gfx942", 64), "hsaco"),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), "hsaco"),
+    "sm_90": (GPUTarget("cuda", 90, 32), "ptx"),
+}
+RING = ["table", "slots", "ends", "staged", "staging"]
+CHUNK_INTEGERS = ["chunk_stride", "ring_stride", "record_stride", "rows", "width"]
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.uint8: "*u8"}
+
+
+def ring_source(to_staging):
+    signature = dict.fromkeys(RING, "*i64") | {"record_words": "i32"}
+    constants = {"TO_STAGING": to_staging, "BLOCK": 1024}
+    signature |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(rows.move_ring_rows, signature, constants)
+
+
+def chunk_source(chunk, ring):
+    signature = {"chunk": POINTERS[chunk], "ring": POINTERS[ring], "section": POINTERS[ring]}
+    signature |= dict.fromkeys(["chunk_index", "ring_index", "staged"], "*i64")
+    signature |= dict.fromkeys(CHUNK_INTEGERS, "i32") | {"BLOCK": "constexpr"}
+    return ASTSource(rows.gather_chunk_rows, signature, {"BLOCK": 1024})
+
+
+SOURCES = {
+    "rings to record": lambda: ring_source(True),
+    "record to rings": lambda: ring_source(False),
+    "chunk, bf16 window": lambda: chunk_source(torch.bfloat16, torch.bfloat16),
+    "chunk, packed": lambda: chunk_source(torch.uint8, torch.uint8),
+    "chunk, states": lambda: chunk_source(torch.float32, torch.float32),
+    "chunk, states from bf16": lambda: chunk_source(torch.bfloat16, torch.float32),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_kernel_compiles(source, target):
+    device, binary = TARGETS[target]
+    compiled = triton.compile(SOURCES[source](), target=device)
+    assert len(compiled.asm[binary]) > 1000
+
+
+def test_every_kernel_is_listed():
+    kernels = {name for name, value in vars(rows).items() if isinstance(value, triton.JITFunction)}
+    assert kernels == {source().fn.__name__ for source in SOURCES.values()}
+
+
+def compare(where, cases):
+    script = Path(__file__).with_name("rows_comparison.py")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), where, str(cases)],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"{2 * cases} cases equal" in result.stdout
+
+
+@pytest.mark.parametrize("cases", [3, pytest.param(30, marks=pytest.mark.slow)])
+def test_equal_to_torch_in_the_interpreter(cases):
+    compare("interpret", cases)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_equal_to_torch_on_a_gpu():
+    compare("gpu", 300)
