@@ -281,7 +281,7 @@ def decode_part(filler: Filler, repeats: int) -> dict:
             pairs.append((base, _capturing(on, strict=round_ > 0)))
             captured = model.manager.stats.captured - before
         added = [(t - o) * 1e3 / PAGE for o, t in pairs[1:]]
-        host = host_us(lambda: model.decode(1, batch, lambda: None))
+        host = host_us(lambda b=batch: model.decode(1, b, lambda: None))
         found[f"batch {batch}"] = {
             "step_ms": pairs[-1][0] / PAGE,
             "added_us_per_step": statistics.median(added),
