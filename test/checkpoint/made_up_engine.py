@@ -77,6 +77,7 @@ class Engine:
             for _ in self.manager.end_waves():
                 self.manager.capture_ends(frozenset({Kind.WINDOW}))
                 self.manager.capture_ends(frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE}))
+                self.manager.capture_ends(DRAFT_KINDS)
         finally:
             self.manager.close_step()
         self.manager.check_integrity()

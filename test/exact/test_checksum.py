@@ -60,7 +60,7 @@ def section_of(engine, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [k for k in Kind if k is not Kind.WINDOW_ROPE], ids=lambda k: k.value
+    "kind", [Kind.WINDOW, Kind.ATTENTION_STATE, Kind.INDEXER_STATE], ids=lambda k: k.value
 )
 def test_a_byte_changed_on_the_host_is_a_mismatch(engine, recorder, oracle, caplog, kind):
     engine.tree.checkpoints.mover.host[:, section_of(engine, kind).offset + 5] ^= 1

@@ -87,7 +87,7 @@ def test_hit_is_bit_equal_to_the_cold_run(engine, manager, oracle, stride):
 
 @chunked(512)
 @pytest.mark.parametrize(
-    "missing", [k for k in Kind if k is not Kind.WINDOW_ROPE], ids=lambda k: k.value
+    "missing", [Kind.WINDOW, Kind.ATTENTION_STATE, Kind.INDEXER_STATE], ids=lambda k: k.value
 )
 def test_each_part_of_a_record_is_needed(engine, manager, oracle, missing, monkeypatch):
     recorder = Recorder(engine)
