@@ -113,7 +113,7 @@ class Model:
         self._of_layer = [[r for r in rings if r.spec.layer == layer] for layer in range(LAYERS)]
         self._requests = 0
 
-    def prefill(self, chunk: int, between: Callable[[], None]) -> None:
+    def prefill(self, chunk: int, between: Callable[[int], None]) -> None:
         """One chunk in the middle of a prompt: every layer hands over its rows, then computes."""
         manager = self.manager
         self._requests += 1
@@ -126,7 +126,7 @@ class Model:
             for ring in rings:
                 rows = self._rows[ring.spec.kind][layer % 2]
                 manager.capture_interior(ring.spec.kind, ring.buffer.data_ptr(), rows)
-            between()
+            between(layer)
         self._end(rid)
 
     def _end(self, *rids: str) -> None:
@@ -209,22 +209,35 @@ def plain_copy_gb_s(nbytes: int) -> float:
     return nbytes / statistics.median(times[2:]) / 1e6
 
 
+def host_us(work: Callable[[], None], repeats: int = 50) -> float:
+    """Median time of the host alone."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
 def prefill_part(filler: Filler, repeats: int) -> dict:
     """Time that captures add to a chunk, by stride and chunk; copies beside the filler."""
     found = {}
     for chunk in (8192, 32768):
-        per_layer = round(CHUNK_MS * chunk / 8192 / LAYERS / filler.ms)
+        total = round(CHUNK_MS * chunk / 8192 / filler.ms)
+        # As even as whole products allow.
+        products = [(i + 1) * total // LAYERS - i * total // LAYERS for i in range(LAYERS)]
         rounds = max(3, repeats * 8192 // chunk)
         variants: dict[str, Model] = {f"stride {s}": Model(s, chunk) for s in (1, 4, 8)}
         if chunk == 8192:
             variants["stride 1, torch"] = Model(1, chunk, plain=True)
 
-        def off(per_layer=per_layer):
-            for _ in range(LAYERS):
-                filler(per_layer)
+        def off(products=products):
+            for count in products:
+                filler(count)
 
-        def on(model, chunk=chunk, per_layer=per_layer):
-            model.prefill(chunk, lambda: filler(per_layer))
+        def on(model, chunk=chunk, products=products):
+            model.prefill(chunk, lambda layer: filler(products[layer]))
 
         times: dict[str, list[float]] = {name: [] for name in ("off", *variants)}
         copies: dict[str, list[float]] = {name: [] for name in variants}
@@ -237,11 +250,13 @@ def prefill_part(filler: Filler, repeats: int) -> dict:
         for name, model in variants.items():
             added = [t - o for t, o in zip(times[name][1:], times["off"][1:], strict=True)]
             saved = model.manager.stats.captured / (rounds + 1)
+            alone = host_us(lambda m=model, c=chunk: m.prefill(c, lambda _: None), 12)
             found[f"{chunk}, {name}"] = {
                 "chunk_ms": base,
                 "added_us_per_token": statistics.median(added) * 1e3 / chunk,
                 "added_percent": statistics.median(added) / base * 100,
                 "off_spread_percent": (max(times["off"][1:]) - min(times["off"][1:])) / base * 100,
+                "host_us_per_chunk": alone,
                 "records": saved,
                 "copy_gb_s": saved * model.record_bytes * rounds / sum(copies[name]) / 1e6,
             }
@@ -289,17 +304,6 @@ def decode_part(filler: Filler, repeats: int) -> dict:
             "host_us_per_step": host,
         }
     return found
-
-
-def host_us(work: Callable[[], None], repeats: int = 50) -> float:
-    """Median time of the host alone."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - start) * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(times)
 
 
 def restore_part(limit_gb_s: float, repeats: int) -> dict:

@@ -81,9 +81,9 @@ def test_a_byte_changed_on_the_host_is_a_mismatch(engine, recorder, oracle, capl
 def test_a_row_that_did_not_reach_the_ring_is_a_mismatch(
     engine, recorder, oracle, caplog, monkeypatch, kind, tag
 ):
-    def restore_badly(restores, rings, mover, landed):
-        restore(restores, rings, mover, landed)
-        ring = next(r for r in rings if r.spec.kind is kind)
+    def restore_badly(restores, rows, mover, landed):
+        restore(restores, rows, mover, landed)
+        ring = next(r for r in rows.rings if r.spec.kind is kind)
         ring.words[restores[0].slot * ring.size + 511 % ring.size, 0] += 1
 
     monkeypatch.setattr(manager_module, "restore", restore_badly)

@@ -94,8 +94,8 @@ def test_each_part_of_a_record_is_needed(engine, manager, oracle, missing, monke
     recorder.run(oracle.text)
     lost = [ring for ring in manager.rings if ring.spec.kind is missing]
 
-    def restore_without(restores, rings, mover, landed):
-        restore(restores, rings, mover, landed)
+    def restore_without(restores, rows, mover, landed):
+        restore(restores, rows, mover, landed)
         for item in restores:
             for ring in lost:
                 ring.buffer[item.slot * ring.size : (item.slot + 1) * ring.size] = POISON
