@@ -2,9 +2,13 @@
 
     python benchmark/gpu.py [--json FILE]
 
-Variants run in turn in one process. The rings, the chunk's rows and the records have the model's shapes (61
-layers, 30 of them C4); its attention and experts are matrix products that take what the published server
-takes (256 ms for 8,192 tokens). Every number is of one rank.
+The rings, the chunk's rows and the records have the model's shapes (61 layers, 30 of them C4); its attention
+and experts are matrix products that take what the published server takes (256 ms for 8,192 tokens). Every
+number is of one rank.
+
+Two measures of what a step is longer by: the time of the captures' own kernels on the forward stream, from a
+trace, and the difference of whole steps with and without, which run in turn in one process and vary with the
+clock of the chip.
 """
 
 from __future__ import annotations
@@ -64,14 +68,31 @@ class Filler:
             self._n += 1
 
 
-def elapsed_ms(work: Callable[[], None]) -> float:
-    """Time on the current stream between what ``work`` queues first and last."""
+def elapsed_ms(work: Callable[[], None], ahead: Callable[[], None] | None = None) -> float:
+    """Time on the current stream between what ``work`` queues first and last.
+
+    With ``ahead`` the stream is busy while the host queues it, as it is in a server.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if ahead is not None:
+        ahead()
     start.record()
     work()
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
+
+
+def own_us(work: Callable[[], None]) -> float:
+    """Microseconds of what ``work`` runs on the forward stream: everything but copies to the host."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        work()
+        torch.cuda.synchronize()
+    return sum(
+        event.time_range.elapsed_us()
+        for event in trace.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and "DtoH" not in event.name
+    )
 
 
 class Model:
@@ -239,23 +260,32 @@ def prefill_part(filler: Filler, repeats: int) -> dict:
         def on(model, chunk=chunk, products=products):
             model.prefill(chunk, lambda layer: filler(products[layer]))
 
-        times: dict[str, list[float]] = {name: [] for name in ("off", *variants)}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
         copies: dict[str, list[float]] = {name: [] for name in variants}
         for round_ in range(rounds + 1):
-            times["off"].append(elapsed_ms(off))
             for name, model in variants.items():
-                with timed_copies(model.mover, copies[name] if round_ else []):
-                    times[name].append(_capturing(lambda m=model: on(m), strict=round_ > 0))
-        base = statistics.median(times["off"][1:])
+                # In turn, and the other way round every other time.
+                pair = [0.0, 0.0]
+                for which in (0, 1) if round_ % 2 else (1, 0):
+                    if which == 0:
+                        pair[0] = elapsed_ms(off)
+                        continue
+                    with timed_copies(model.mover, copies[name] if round_ else []):
+                        pair[1] = _capturing(lambda m=model: on(m), strict=round_ > 0)
+                times[name].append((pair[0], pair[1]))
         for name, model in variants.items():
-            added = [t - o for t, o in zip(times[name][1:], times["off"][1:], strict=True)]
+            base = statistics.median(o for o, _ in times[name][1:])
+            added = [t - o for o, t in times[name][1:]]
             saved = model.manager.stats.captured / (rounds + 1)
             alone = host_us(lambda m=model, c=chunk: m.prefill(c, lambda _: None), 12)
+            own = own_us(lambda m=model, c=chunk: m.prefill(c, lambda _: None))
+            spread = statistics.quantiles(added, n=4)
             found[f"{chunk}, {name}"] = {
                 "chunk_ms": base,
-                "added_us_per_token": statistics.median(added) * 1e3 / chunk,
+                "own_us_per_token": own / chunk,
+                "own_percent": own / 10 / base,
                 "added_percent": statistics.median(added) / base * 100,
-                "off_spread_percent": (max(times["off"][1:]) - min(times["off"][1:])) / base * 100,
+                "quartiles_percent": (spread[2] - spread[0]) / base * 100,
                 "host_us_per_chunk": alone,
                 "records": saved,
                 "copy_gb_s": saved * model.record_bytes * rounds / sum(copies[name]) / 1e6,
@@ -285,9 +315,9 @@ def decode_part(filler: Filler, repeats: int) -> dict:
             for _ in range(PAGE):
                 filler(products)
 
-        def on(batch=batch):
+        def on(batch=batch, work=lambda: filler(products)):
             for position in range(PAGE):
-                model.decode(position, batch, lambda: filler(products))
+                model.decode(position, batch, work)
 
         pairs = []
         for round_ in range(repeats + 1):
@@ -296,9 +326,11 @@ def decode_part(filler: Filler, repeats: int) -> dict:
             pairs.append((base, _capturing(on, strict=round_ > 0)))
             captured = model.manager.stats.captured - before
         added = [(t - o) * 1e3 / PAGE for o, t in pairs[1:]]
+        own = own_us(lambda f=on: f(work=lambda: None)) / PAGE
         host = host_us(lambda b=batch: model.decode(1, b, lambda: None))
         found[f"batch {batch}"] = {
             "step_ms": pairs[-1][0] / PAGE,
+            "own_us_per_step": own,
             "added_us_per_step": statistics.median(added),
             "captures": captured,
             "host_us_per_step": host,
@@ -306,15 +338,15 @@ def decode_part(filler: Filler, repeats: int) -> dict:
     return found
 
 
-def restore_part(limit_gb_s: float, repeats: int) -> dict:
+def restore_part(filler: Filler, limit_gb_s: float, repeats: int) -> dict:
     """Time of restores on the forward stream, from the pinned host pool to the rings."""
     found = {}
     for count in (1, 8):
         model = Model(1, 8192)
         times = []
         for _ in range(repeats + 2):
-            torch.cuda.synchronize()
-            times.append(elapsed_ms(lambda m=model, n=count: m.restore(n)) * 1e3)
+            work = elapsed_ms(lambda m=model, n=count: m.restore(n), lambda: filler(10))
+            times.append(work * 1e3)
         floor = count * model.record_bytes / limit_gb_s / 1e3
         found[f"{count} at once"] = {
             "us": statistics.median(times[2:]),
@@ -342,7 +374,7 @@ def main(
         "plain_copy_gb_s": limit,
         "prefill": prefill_part(filler, repeats),
         "decode": decode_part(filler, repeats),
-        "restore": restore_part(limit, 20),
+        "restore": restore_part(filler, limit, 20),
     }
     console = Console(width=150)
     console.print(
