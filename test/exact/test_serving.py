@@ -36,7 +36,13 @@ def cold(make_engine):
     return runs
 
 
-@pytest.fixture(scope="module", params=list(MODES))
+BY_DEFAULT = ("chunked", "overlap-mixed", "lpm")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(m, marks=() if m in BY_DEFAULT else pytest.mark.slow) for m in MODES],
+)
 def engine(request, make_engine, cold):
     with make_engine(chunked_prefill_size=512, **MODES[request.param]) as built:
         yield built

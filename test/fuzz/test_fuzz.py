@@ -1,0 +1,91 @@
+"""A few minutes of the fuzzer, and hits of every kind in every tier that it must reach."""
+
+import fuzz
+import pytest
+
+EVERYWHERE = frozenset(fuzz.TIERS)
+ON_DEVICE = frozenset({"device"})
+# Tiers that resumes of a kind must come from. Retracted requests are not prefetched by SGLang, but what an
+# earlier prefetch of theirs brought counts as storage.
+NEEDED = {
+    "sequential": EVERYWHERE,
+    "overlap": EVERYWHERE,
+    "lpm": EVERYWHERE,
+    "mixed chunk": EVERYWHERE,
+    "priority": EVERYWHERE,
+    "speculation": EVERYWHERE,
+    "stride 2": EVERYWHERE,
+    "one staging slot": ON_DEVICE,
+    "strict provenance": frozenset({"device", "host"}),
+    "HiCache off": ON_DEVICE,
+    "several in a batch": EVERYWHERE,
+    "retraction": EVERYWHERE,
+    "after abort": EVERYWHERE,
+    "after pause": EVERYWHERE,
+    "0 new tokens": EVERYWHERE,
+    "1 new tokens": EVERYWHERE,
+    "extra_key": EVERYWHERE,
+    "cache_salt": EVERYWHERE,
+    "next turn": EVERYWHERE,
+    "page edge": EVERYWHERE,
+    "C4 edge": EVERYWHERE,
+}
+MOST_ROUNDS = 3
+BRIEF = [
+    s
+    for s in fuzz.SETUPS
+    if s.features in (("speculation", "overlap"), ("mixed chunk", "priority"))
+]
+
+
+def test_random_workloads_resume_exactly(make_engine, next_n_path):
+    """Every resume is judged where it happens; here, that they came from every tier."""
+    report = fuzz.Report()
+    book = fuzz.make_book(make_engine, next_n_path, 3, prompts=5, turns=2)
+    for seed, setup in enumerate(BRIEF):
+        fuzz.run_setup(make_engine, setup, book, report, seed, 45, next_n_path)
+    print(*report.lines(), sep="\n")
+    for setup in BRIEF:
+        reached = {tier for tier in fuzz.TIERS if report.resumes[setup.features[0], tier]}
+        assert reached == EVERYWHERE, report.lines()
+    assert report.faults
+
+
+@pytest.fixture(scope="module")
+def report(make_engine, next_n_path):
+    """Every setup once, and again until every kind was reached."""
+    found = fuzz.Report()
+    book = fuzz.make_book(make_engine, next_n_path, 3, prompts=8, turns=3)
+    for round_ in range(MOST_ROUNDS):
+        for index, setup in enumerate(fuzz.SETUPS):
+            if round_ and not _missing(found, setup):
+                continue
+            seed = 100 * round_ + index
+            fuzz.run_setup(make_engine, setup, book, found, seed, 70, next_n_path)
+    print(*found.lines(), sep="\n")
+    return found
+
+
+def _missing(report, setup) -> bool:
+    """Whether a setup can still reach what is needed."""
+    reach = set(setup.features) | (NEEDED.keys() - {f for s in fuzz.SETUPS for f in s.features})
+    return any(
+        not report.resumes[feature, tier]
+        for feature in reach & NEEDED.keys()
+        for tier in NEEDED[feature]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("feature", NEEDED)
+def test_resumes_are_exact_in_every_tier(report, feature):
+    """The same for every setup, and that each kind of resume happened."""
+    reached = {tier for tier in fuzz.TIERS if report.resumes[feature, tier]}
+    assert reached >= NEEDED[feature], report.lines()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_faults_were_injected(report):
+    assert report.faults["failed load-back"] and len(report.faults) >= 3
