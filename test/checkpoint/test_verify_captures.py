@@ -1,6 +1,7 @@
 """Captures of verify steps, which know whether they reached a boundary only when their result is known."""
 
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -97,3 +98,54 @@ def test_captures_that_no_forward_took_are_seen():
     manager.close_step()
     assert not manager.unfinished
     manager.release("r0")
+
+
+def test_a_draft_row_of_a_token_that_never_came_is_in_no_record():
+    """A chunk ended at 500, and the draft's last row is from a token that was only sampled."""
+    engine = engine_with_drafts()
+    manager = engine.manager
+    engine.fresh(0)
+    manager.plan([Row("r0", 0, engine.generation[0], 0, 500, False, next_known=False)])
+    manager.close_step()
+    step = [Row("r0", 0, engine.generation[0], 500, 1000, False)]
+    manager.plan(step)
+    planned = {c.boundary for c in manager._step.interior + manager._step.ends}
+    manager.close_step()
+    # The window of 512 reaches back to the foreign row at 499, that of 768 does not.
+    assert planned == {768} and manager.stats.dropped_draft == 1
+    manager.release("r0")
+    manager.check_idle()
+    manager.plan([Row("r0", 0, engine.generation[0], 500, 1000, False)])
+    assert {c.boundary for c in manager._step.interior} == {512, 768}
+
+
+def test_without_a_draft_the_sampled_token_is_in_no_row():
+    engine = Engine()
+    engine.fresh(0)
+    engine.manager.plan([Row("r0", 0, engine.generation[0], 0, 512, False, next_known=False)])
+    assert {c.boundary for c in engine.manager._step.interior + engine.manager._step.ends} == {
+        256,
+        512,
+    }
+
+
+@pytest.mark.parametrize(("next_token", "known"), [(7, True), (None, False)])
+def test_sglang_says_whether_a_chunk_knows_its_next_token(monkeypatch, next_token, known):
+    from sglang_unified_kv.edits import scheduler
+
+    monkeypatch.setattr(scheduler, "key_of", lambda req: "r")
+    chunked, other = (
+        SimpleNamespace(kv=SimpleNamespace(req_pool_idx=i, holds_kv=True), origin_input_ids=[0] * 9)
+        for i in range(2)
+    )
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True),
+        prefix_lens=[0, 0],
+        extend_lens=[512, 512],
+        reqs=[chunked, other],
+        chunked_req=chunked,
+        chunked_req_next_prompt_token=next_token,
+        req_to_token_pool=SimpleNamespace(req_generation=[1, 1]),
+    )
+    # What the other samples is its next token.
+    assert [row.next_known for row in scheduler.rows_of(batch)] == [known, True]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
+from unittest import mock
 
 import torch
 from oracle import PAGE, WINDOW, differing, rows_before
@@ -101,17 +103,15 @@ def run(engine: InProcessEngine, ids: list[int], new_tokens: int = NEW_TOKENS) -
             found.ended = rows_before(engine, slot, span[1])
         return result
 
-    scheduler.run_batch, target._forward_raw, draft.forward = (
-        behind_step,
-        before_target,
-        behind_draft,
-    )
-    eagle_worker_v2.run_eagle_verify = behind_verify
-    try:
+    with contextlib.ExitStack() as patches:
+        for owner, name, ours in (
+            (scheduler, "run_batch", behind_step),
+            (target, "_forward_raw", before_target),
+            (draft, "forward", behind_draft),
+            (eagle_worker_v2, "run_eagle_verify", behind_verify),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, ours))
         output = engine.run(ids, new_tokens, return_logprob=True)
-    finally:
-        del scheduler.run_batch, target._forward_raw, draft.forward
-        eagle_worker_v2.run_eagle_verify = verify
     engine.drain()
     found.output_ids, found.logprobs = output.output_ids, output.output_logprobs
     found.cached_tokens, found.details = output.cached_tokens, output.details

@@ -11,6 +11,7 @@ from oracle import (
     poison_rings,
 )
 from rank_pair import engine_of, rank_pair
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_unified_kv.reference.harness import prompt
 from storage_folder import STORAGE, at, records
 
@@ -155,9 +156,12 @@ def data_parallel(rank, port, model, texts, folder):
         first = recorder.run(text)
         poison_rings(engine)
         again = recorder.run(text)
+        engine.tree.evict(EvictParams(num_tokens=10**9))
+        poison_rings(engine)
+        third = recorder.run(text)
         engine.tree.checkpoints.check_idle()
         name = engine.tree.cache_controller.storage_backend._format.namespace
-        return first, again, name
+        return first, again, third, name
 
 
 def test_ranks_of_data_parallel_attention_reuse_on_their_own(pair, model_path, oracle, tmp_path):
@@ -167,13 +171,15 @@ def test_ranks_of_data_parallel_attention_reuse_on_their_own(pair, model_path, o
         return pair(data_parallel, str(model_path), texts, tmp_path)
 
     colds = serve(texts)
-    for (cold, again, _), boundary in zip(colds, (512, 768), strict=True):
-        assert cold.cached_tokens == 0 and again.cached_tokens == boundary
-        assert differing(again.resumed, cold.at_boundary[boundary]) == []
-        assert_equal_runs(again, cold)
-    assert colds[0][2] == colds[1][2], "the ranks would not share what they store"
+    for (cold, again, third, _), boundary in zip(colds, (512, 768), strict=True):
+        assert cold.cached_tokens == 0 and again.details["device"] == boundary
+        assert third.details["host"] == boundary
+        for hit in (again, third):
+            assert differing(hit.resumed, cold.at_boundary[boundary]) == []
+            assert_equal_runs(hit, cold)
+    assert colds[0][-1] == colds[1][-1], "the ranks would not share what they store"
     # After a restart each rank gets the other's prompt.
-    for (hit, _, _), (cold, *_), boundary in zip(
+    for (hit, *_), (cold, *_), boundary in zip(
         serve(texts[::-1]), colds[::-1], (768, 512), strict=True
     ):
         assert hit.cached_tokens == hit.details["storage"] == boundary

@@ -1,5 +1,8 @@
 """EAGLE on the next-n layer: after a hit, target and draft compute what they compute after a cold run."""
 
+import inspect
+from functools import partial
+
 import pytest
 import torch
 from oracle import POISON, differing, poison_rings, ring_buffers
@@ -144,6 +147,19 @@ def test_verify_steps_that_miss_the_boundary_keep_nothing(engine, manager, stock
         run(engine, text(length))
     assert manager.stats.not_reached > before
     assert manager.store.reserved == 0
+
+
+def test_the_draft_may_be_extended_by_the_replay_of_a_graph(engine, manager, stock, monkeypatch):
+    """As on ROCm by default: its runner's ``forward``, and whatever hooks it, is not called then."""
+    draft = engine.draft_runner
+    forward = inspect.unwrap(type(draft).forward)
+    monkeypatch.setattr(draft, "forward", partial(forward, draft))
+    run(engine, text(509))
+    ids, reference = stock.longer[509]
+    poison_rings(engine)
+    hit = run(engine, ids)
+    assert hit.cached_tokens == 512
+    assert_equal_runs(hit, reference)
 
 
 def test_a_host_hit_equals_the_cold_run(engine, manager, stock):

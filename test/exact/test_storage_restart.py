@@ -86,7 +86,7 @@ def test_the_same_weights_in_another_folder_share(make, oracle, tmp_path_factory
 def test_the_namespace_is_filled_from_the_engine(make):
     with make() as engine:
         tree = engine.tree
-        digest = weights_digest(tree._weights._models.state_dict().items())
+        digest = weights_digest(tree._weights.named_weights())
         found = identity_of(tree, tree._model_config.hf_config, digest)
         assert found.namespace == tree._record_format().namespace
         pool = engine.pool

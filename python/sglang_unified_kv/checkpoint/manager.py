@@ -56,6 +56,8 @@ class Row(NamedTuple):
         decode: the row is a decode step.
         verify: tokens that a verify step of speculative decoding commits at most, 0 for any other forward.
             ``start`` is then what is known to be committed, ``end`` is not used.
+        next_known: the draft model computes its row at ``end - 1`` from the token that follows. False where
+            it does from one that was sampled and thrown away, in the middle of a prefill.
     """
 
     rid: str
@@ -65,6 +67,7 @@ class Row(NamedTuple):
     end: int
     decode: bool
     verify: int = 0
+    next_known: bool = True
 
 
 @dataclass
@@ -122,6 +125,8 @@ class CheckpointManager:
             self.storage.on_fetched = self.verifier.fetched
         self._warned: set[str] = set()
         self._generation: dict[int, int] = {}
+        # Position behind a draft row that no cold run has, by request.
+        self._draft_foreign: dict[str, int] = {}
         self._step: _Step | None = None
         self._armed = False
         self.drafts = any(r.spec.kind in DRAFT_KINDS for r in self.rings)
@@ -190,12 +195,14 @@ class CheckpointManager:
         interior: list[tuple[int, Row, int, int]] = []
         flat_offset = 0
         for row in rows:
+            if self.drafts and not row.next_known:
+                self._draft_foreign[row.rid] = row.end
             if row.verify:
                 if row.slot is not None:
                     step.ends += self._plan_verify(row)
                 continue
             if row.slot is not None:
-                span = self.policy.boundaries(Span(row.start, row.end))
+                span = self._wanted(row.rid, row.start, row.end)
                 inside = [b for b in span if b != row.end]
                 interior += [(len(inside) - i, row, flat_offset, b) for i, b in enumerate(inside)]
                 if row.end in span and (capture := self._capture(row, flat_offset, row.end)):
@@ -211,11 +218,22 @@ class CheckpointManager:
             if capture := self._capture(row, offset, boundary):
                 step.interior.append(capture)
 
+    def _wanted(self, rid: str, start: int, end: int) -> list[int]:
+        """Boundaries in ``(start, end]`` that the policy wants and whose draft window is a cold run's."""
+        wanted = self.policy.boundaries(Span(start, end))
+        foreign = self._draft_foreign.get(rid)
+        if foreign is None:
+            return wanted
+        window = self.mover.layout.window
+        clean = [b for b in wanted if not foreign <= b < foreign + window]
+        self.stats.dropped_draft += len(wanted) - len(clean)
+        return clean
+
     def _plan_verify(self, row: Row) -> list[Capture]:
         """Captures at every boundary that the step may reach; :meth:`verified` tells which one it did."""
         first, end = verified_reach(row.start, row.verify, self._pending.in_flight(row.rid))
         slots: dict[int, int] = {}
-        for boundary in self.policy.boundaries(Span(first, end)):
+        for boundary in self._wanted(row.rid, first, end):
             if (host_slot := self._reserve()) is not None:
                 slots[boundary] = host_slot
         self._pending.expect(row.rid, first, end, slots)
@@ -367,6 +385,7 @@ class CheckpointManager:
     def release(self, rid: str) -> None:
         """The request gave its row back, in whatever way: nothing of it may stay pinned or pending."""
         self._drop_request(rid)
+        self._draft_foreign.pop(rid, None)
         self._publisher.forget(rid)
         discarded = self._pending.release(rid)
         self.stats.discarded += discarded
@@ -377,6 +396,7 @@ class CheckpointManager:
         """Forget every checkpoint. The engine is idle: no batch is in flight."""
         self.suspended = False
         self._requested.clear()
+        self._draft_foreign.clear()
         self._publisher.clear()
         self.store.clear()
         self.storage.clear()

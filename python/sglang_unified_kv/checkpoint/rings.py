@@ -45,10 +45,10 @@ class Ring:
         """Describe ``buffer``.
 
         Raises:
-            ValueError: its rows are not contiguous or not a whole number of 8-byte words.
+            ValueError: it is not contiguous, or its rows are not a whole number of 8-byte words.
         """
         row_bytes = buffer.shape[1] * buffer.element_size()
-        if buffer.dim() != 2 or buffer.stride(1) != 1 or row_bytes % 8:
+        if buffer.dim() != 2 or not buffer.is_contiguous() or row_bytes % 8:
             raise ValueError(
                 f"{kind.value} ring of layer {layer}: cannot move rows of shape "
                 f"{tuple(buffer.shape)}, stride {buffer.stride()}, {row_bytes} bytes"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .geometry import ring_rows, row_sources
-from .layout import CheckpointLayout, Kind
+from .layout import DRAFT_KINDS, STATE_KINDS, WINDOW_KINDS, CheckpointLayout, Kind
 from .rings import Ring, as_words, upload
 
 
@@ -49,9 +49,11 @@ class Places:
 
     @cached_property
     def columns(self) -> torch.Tensor:
-        """int64 ``[3, pairs]``: request slots, boundaries, staging slots."""
-        slots, ends = zip(*self.pairs, strict=True)
-        return upload(np.array([slots, ends, self._staged], dtype=np.int64), self._device)
+        """int64 ``[3, pairs or one more]``: request slots, boundaries, staging slots."""
+        # Of even width: each row is then aligned alike, and the kernel compiled once.
+        columns = np.zeros((3, -(-len(self.pairs) // 2) * 2), dtype=np.int64)
+        columns[:, : len(self.pairs)] = [*zip(*self.pairs, strict=True), self._staged]
+        return upload(columns, self._device)
 
 
 class ChunkPlaces:
@@ -153,7 +155,10 @@ class TritonRows(TorchRows):
         super().__init__(layout, rings, staging)
         self._kinds = [r.spec.kind for r in self.rings]
         self._tables: dict[frozenset[Kind], tuple[torch.Tensor, int]] = {}
-        self._table(frozenset(self._kinds))
+        # Now, since an upload behind a forward would make the host wait for it.
+        for kinds in (WINDOW_KINDS, STATE_KINDS, DRAFT_KINDS, frozenset(self._kinds)):
+            if kinds & frozenset(self._kinds):
+                self._table(kinds & frozenset(self._kinds))
 
     def _table(self, kinds: frozenset[Kind]) -> tuple[torch.Tensor, int]:
         """The kernel's table of the sections of ``kinds``, and the words of the longest."""
@@ -197,6 +202,10 @@ class TritonRows(TorchRows):
 
         ring, part = self.rings[section], self.layout.sections[section]
         index, _ = places.sources(part.rows, ring.size)
+        if chunk.stride(-1) != 1:
+            raise ValueError(
+                f"rows of a chunk have stride {chunk.stride()}: they must be contiguous"
+            )
         chunk, before = as_numbers(chunk, ring.buffer)
         target = self.staging[:, part.offset : part.offset + part.nbytes].view(before.dtype)
         width = before.shape[1]

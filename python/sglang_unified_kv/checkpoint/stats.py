@@ -19,6 +19,7 @@ class Stats:
     dropped_no_slot: int = 0
     dropped_no_staging: int = 0
     dropped_provenance: int = 0
+    dropped_draft: int = 0
     discarded: int = 0
     superseded: int = 0
     not_reached: int = 0

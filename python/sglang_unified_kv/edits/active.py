@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from ..checkpoint.manager import CheckpointManager
 
 
-@dataclass(frozen=True)
+@dataclass
 class Active:
     """The engaged checkpoint manager and whose rings it reads and writes.
 
@@ -19,11 +20,13 @@ class Active:
         manager: engaged.
         target: runner of the served model.
         draft: runner of the draft model, if there is one.
+        waiting: the target's forward batch while its captures wait for the draft's forward behind it.
     """
 
     manager: CheckpointManager
     target: ModelRunner
     draft: ModelRunner | None
+    waiting: ForwardBatch | None = None
 
 
 _active: Active | None = None

@@ -102,5 +102,6 @@ def capture_swa_windows_decode(self, forward_batch: ForwardBatch) -> None:
 )
 def capture_compress_state_windows_decode(self, forward_batch: ForwardBatch) -> None:
     manager = manager_of(self.token_to_kv_pool)
-    if manager is not None:
+    # A draft model has no compressor, and the states are the target's.
+    if manager is not None and not is_draft(self.token_to_kv_pool):
         manager.capture_ends(STATE_KINDS)

@@ -27,6 +27,7 @@ def create_unified_radix_cache(original, ctx, *, cache_class=None):
     if engage.current() is None:
         return original(ctx, cache_class=cache_class)
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang.srt.runtime_context import get_spec
 
     from .strict_cache import StrictUnifiedRadixCache
 
@@ -36,10 +37,13 @@ def create_unified_radix_cache(original, ctx, *, cache_class=None):
             "option that selects it or unset SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE and "
             "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX"
         )
+    draft = draft_runner(ctx.tp_worker.model_runner)
+    if get_spec().speculative_algorithm is not None and draft is None:
+        raise ValueError("the draft model is not known: its window would not be in the checkpoints")
     strict = partial(
         StrictUnifiedRadixCache,
         target=ctx.tp_worker.model_runner,
-        draft=draft_runner(ctx.tp_worker.model_runner),
+        draft=draft,
         model_config=ctx.model_config,
     )
     cache = original(ctx, cache_class=strict)

@@ -90,7 +90,9 @@ def rows_of(batch: ScheduleBatch) -> list[Row]:
         generation = -1 if slot is None else int(generations[slot])
         # Mixed and converted decode rows are extends, of what the request has generated.
         decode = start >= len(req.origin_input_ids)
-        rows.append(Row(key_of(req), slot, generation, start, end, decode, verify))
+        # SGLang gives the draft model what was sampled where it knows no next token of a chunk.
+        known = req is not batch.chunked_req or batch.chunked_req_next_prompt_token is not None
+        rows.append(Row(key_of(req), slot, generation, start, end, decode, verify, known))
     return rows
 
 

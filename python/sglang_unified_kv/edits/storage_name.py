@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import sglang
@@ -45,7 +46,7 @@ class WeightsName:
     """
 
     def __init__(self, models: list[torch.nn.Module]):
-        self._models = torch.nn.ModuleList(models)
+        self._models = models
         self._start, self._updates = "", 0
         parallel = get_parallel()
         self._alone = parallel.tp_size == 1
@@ -58,7 +59,13 @@ class WeightsName:
             self._start = told[0][1]
 
     def _digest(self) -> str:
-        return weights_digest(self._models.state_dict().items())
+        return weights_digest(self.named_weights())
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors; the draft's names say so."""
+        for prefix, model in zip(("", "draft."), self._models, strict=False):
+            for name, tensor in model.state_dict().items():
+                yield prefix + name, tensor
 
     def updated(self) -> None:
         """The weights are others now."""
