@@ -186,31 +186,43 @@ def test_ranks_of_data_parallel_attention_reuse_on_their_own(pair, model_path, o
         assert_equal_runs(hit, cold)
 
 
-def speculated(rank, port, model, texts, options):
-    """With drafts: a cold run, a hit, and a hit behind a boundary that generated tokens crossed."""
-    text = texts[rank]
-    with engine_of(rank, port, model, **speculation_runs.EAGLE, **options) as engine:
+def speculated(rank, port, model, texts, folder, options):
+    """With drafts: a cold run, a hit from every tier, and one behind a boundary that was generated."""
+    text, hits = texts[rank], {}
+    with engine_of(
+        rank, port, model, env=at(folder), **STORAGE, **speculation_runs.EAGLE, **options
+    ) as engine:
         first = speculation_runs.cold(engine, text)
-        poison_rings(engine)
-        again = speculation_runs.run(engine, text)
+        for tier in ("device", "host", "storage"):
+            if tier == "host":
+                engine.tree.evict(EvictParams(num_tokens=10**9))
+            elif tier == "storage":
+                engine.flush()
+            poison_rings(engine)
+            hit = speculation_runs.run(engine, text)
+            assert hit.details[tier] == hit.cached_tokens, hit.details
+            speculation_runs.assert_equal_runs(hit, first)
+            hits[tier] = hit.cached_tokens
         longer = text + first.output_ids + prompt(9, 20)
         poison_rings(engine)
         hit = speculation_runs.run(engine, longer)
-        reference = speculation_runs.cold(engine, longer)
+        hits["next turn"] = hit.cached_tokens
+        # Storage has what was just computed.
+        engine.flush()
+        engine.tree.clear_storage_backend()
+        speculation_runs.assert_equal_runs(hit, speculation_runs.cold(engine, longer))
         engine.drain()
         engine.tree.checkpoints.check_idle()
-    for found, other in ((again, first), (hit, reference)):
-        speculation_runs.assert_equal_runs(found, other)
-    return first.output_ids, first.accepted, again.cached_tokens, hit.cached_tokens
+    return first.output_ids, first.accepted, hits
 
 
 @pytest.mark.parametrize("options", [{}, DP], ids=["tp2", "dp attention"])
-def test_ranks_that_speculate_hit_alike(pair, next_n_path, options):
+def test_ranks_that_speculate_hit_alike(pair, next_n_path, tmp_path, options):
     texts = [prompt(0, 765), prompt(0, 509)] if options else [prompt(0, 765)] * 2
-    first, second = pair(speculated, str(next_n_path), texts, options)
-    assert first[2:] == (512, 768)
+    first, second = pair(speculated, str(next_n_path), texts, tmp_path, options)
+    assert first[2] == {"device": 512, "host": 512, "storage": 512, "next turn": 768}
     if options:
-        assert second[2:] == (256, 512)
+        assert second[2] == {"device": 256, "host": 256, "storage": 256, "next turn": 512}
     else:
         assert first == second
     assert sum(first[1]) / len(first[1]) > 1.5
