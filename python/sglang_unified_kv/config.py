@@ -21,6 +21,7 @@ CHECKPOINT_HOST_GB = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
 STATE_STAGING_PAGES = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
 PROVENANCE = "SGLANG_UNIFIED_KV_PROVENANCE"
 DBG_CHECKSUM = "SGLANG_SWA_DBG_CHECKSUM"
+STORAGE_PER_RANK = "SGLANG_UNIFIED_KV_STORAGE_PER_RANK"
 
 
 class ConfigError(ValueError):
@@ -100,6 +101,14 @@ class Settings(BaseSettings):
         alias=DBG_CHECKSUM,
         description="Read every restore back from the device and compare it with its capture. Waits "
         "for the device: for debugging. Default: off.",
+        json_schema_extra={"allowed": "0 or 1"},
+    )
+
+    storage_per_rank: Switch = Field(
+        default=False,
+        alias=STORAGE_PER_RANK,
+        description="Every tensor-parallel rank stores pages and checkpoints of its own, instead of "
+        "rank 0 for all: for collectives that do not give every rank the same bits. Default: off.",
         json_schema_extra={"allowed": "0 or 1"},
     )
 

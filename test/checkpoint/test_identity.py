@@ -26,6 +26,7 @@ CHANGED = dict(
     weights="ab",
     ranks=(2, 2),
     bigram=True,
+    rank=1,
 )
 
 

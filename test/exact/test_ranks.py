@@ -62,9 +62,9 @@ def test_hits_of_two_tensor_parallel_ranks_equal_their_cold_run(pair, model_path
     assert not torch.equal(logits[0], alone.logits[0])
 
 
-def through_storage(rank, port, model, text, folder, lost):
+def through_storage(rank, port, model, text, folder, lost=(), env=None):
     """Serve a prompt, or hit what another engine stored; with ``lost`` this rank gets no such record."""
-    with engine_of(rank, port, model, env=at(folder), **STORAGE) as engine:
+    with engine_of(rank, port, model, env=at(folder) | (env or {}), **STORAGE) as engine:
         storage = engine.tree.cache_controller.storage_backend
         fetch = storage.get_record
         if rank == 1:
@@ -94,6 +94,23 @@ def test_a_restart_of_two_ranks_hits_what_rank_0_stored(pair, model_path, oracle
     # One rank misses what the other got: both compute it again, and nobody waits for the other.
     for hit, *_ in serve(lost=(BOUNDARY,)):
         assert hit.cached_tokens == 0
+        assert_equal_runs(hit, cold)
+
+
+def test_every_rank_may_store_for_itself(pair, model_path, oracle, tmp_path):
+    env = {"SGLANG_UNIFIED_KV_STORAGE_PER_RANK": "1"}
+
+    def serve():
+        arguments = str(model_path), oracle.text[:LENGTH], tmp_path, (), env
+        return pair(through_storage, *arguments)
+
+    (cold, name, saved), (other, other_name, other_saved) = serve()
+    assert cold.cached_tokens == other.cached_tokens == 0
+    assert name != other_name and saved == other_saved == 2
+    assert len(records(tmp_path)) == 4
+    for hit, *_ in serve():
+        assert hit.cached_tokens == hit.details["storage"] == BOUNDARY
+        assert differing(hit.resumed, cold.at_boundary[BOUNDARY]) == []
         assert_equal_runs(hit, cold)
 
 

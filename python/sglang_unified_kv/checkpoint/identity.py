@@ -35,6 +35,7 @@ class Identity:
         ranks: (tensor parallel, attention tensor parallel) sizes; sums over other numbers of ranks round
             differently.
         bigram: page hashes are over token pairs (speculative decoding).
+        rank: of the attention group, where every rank stores for itself; None where rank 0 does for all.
     """
 
     engine: str
@@ -45,6 +46,7 @@ class Identity:
     weights: str
     ranks: tuple[int, int]
     bigram: bool
+    rank: int | None = None
 
     @property
     def namespace(self) -> bytes:

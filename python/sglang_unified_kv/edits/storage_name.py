@@ -13,6 +13,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
 from sglang.srt.runtime_context import get_parallel
 
+from .. import engage
 from ..checkpoint.identity import Identity, weights_digest
 from ..checkpoint.record_format import RecordFormat
 
@@ -97,6 +98,7 @@ def identity_of(cache: StrictUnifiedRadixCache, config: Any, weights: str) -> Id
         weights=weights,
         ranks=(parallel.tp_size, parallel.attn_tp_size),
         bigram=cache.tree_core.is_eagle,
+        rank=parallel.attn_tp_rank if engage.current().settings.storage_per_rank else None,
     )
 
 

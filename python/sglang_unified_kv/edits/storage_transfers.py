@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .. import engage
 from .series import SERIES
 
 _FEATURE = "bit-exact hicache"
+
+
+@SERIES.wrap(
+    "sglang.srt.managers.cache_controller:HiCacheController._generate_storage_config",
+    feature=_FEATURE,
+    why="what a backend knows of ranks; with SGLANG_UNIFIED_KV_STORAGE_PER_RANK each is alone, and the "
+    "names of its objects say which one it is",
+    params="self, model_name, storage_backend_extra_config",
+    fingerprint="2a70b7a520614be0",
+)
+def generate_storage_config(original, self, *args, **kwargs):
+    config = original(self, *args, **kwargs)
+    engagement = engage.current()
+    if engagement is None or not engagement.settings.storage_per_rank:
+        return config
+    return replace(config, tp_rank=0, tp_size=1)
 
 
 @SERIES.wrap(
