@@ -83,6 +83,16 @@ def test_an_interrupted_demo_leaves_no_server(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_inside_a_lock_is_still_a_signal(number):
+    with pytest.raises(SystemExit) as ended, demo._signals_unwind():
+        try:
+            signal.raise_signal(number)
+        finally:
+            raise RuntimeError("release unlocked lock")
+    assert ended.value.code == 128 + number
+
+
 def test_a_server_that_dies_ends_the_demo_and_the_other_server(tmp_path, monkeypatch):
     code = (
         "import os, signal\n"

@@ -36,7 +36,7 @@ def cold(make_engine):
     return runs
 
 
-BY_DEFAULT = ("chunked", "overlap-mixed", "lpm")
+BY_DEFAULT = ("chunked", "overlap-mixed")
 
 
 @pytest.fixture(

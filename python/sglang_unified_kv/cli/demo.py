@@ -77,14 +77,22 @@ def _require_folders(console: Console, *files: Path | None) -> None:
 
 @contextmanager
 def _signals_unwind() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that servers are ended."""
+    """Ctrl-C, SIGTERM and SIGHUP unwind the stack, so that servers are ended."""
+    received: list[int] = []
 
     def unwind(number: int, _frame: object) -> None:
+        received.append(number)
         raise SystemExit(128 + number)
 
-    previous = {n: signal.signal(n, unwind) for n in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {n: signal.signal(n, unwind) for n in numbers}
     try:
         yield
+    except Exception as error:
+        if received:
+            # It came while a lock was being taken or left, whose complaint is no news.
+            raise SystemExit(128 + received[0]) from error
+        raise
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
