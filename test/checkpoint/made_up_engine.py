@@ -5,7 +5,13 @@ byte names itself. Only the arithmetic of the model is simulated; store, staging
 """
 
 import torch
-from sglang_unified_kv.checkpoint.layout import DRAFT_KINDS, CheckpointLayout, Kind
+from sglang_unified_kv.checkpoint.layout import (
+    DRAFT_KINDS,
+    STATE_KINDS,
+    WINDOW_KINDS,
+    CheckpointLayout,
+    Kind,
+)
 from sglang_unified_kv.checkpoint.manager import CheckpointManager, Row
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.checkpoint.publish import NewRange
@@ -74,13 +80,15 @@ class Engine:
                     for p in range(max(start, end - ring.size), end):
                         ring.buffer[slot * ring.size + p % ring.size] = flat[offset + p - start]
                     offset += end - start
-            for _ in self.manager.end_waves():
-                self.manager.capture_ends(frozenset({Kind.WINDOW}))
-                self.manager.capture_ends(frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE}))
-                self.manager.capture_ends(DRAFT_KINDS)
+            self._capture_ends()
         finally:
             self.manager.close_step()
         self.manager.check_integrity()
+
+    def _capture_ends(self):
+        for _ in self.manager.end_waves():
+            for kinds in (WINDOW_KINDS, STATE_KINDS, DRAFT_KINDS):
+                self.manager.capture_ends(kinds)
 
     def verify(self, rid, slot, known, start, tokens):
         """One verify step: ``tokens`` rows from ``start`` on; ``known`` tokens were known to be committed."""
@@ -92,10 +100,7 @@ class Engine:
                 rows = self.rows(rid, i, start, start + tokens)
                 for p in range(start, start + tokens):
                     ring.buffer[slot * ring.size + p % ring.size] = rows[p - start]
-            for _ in self.manager.end_waves():
-                self.manager.capture_ends(frozenset({Kind.WINDOW}))
-                self.manager.capture_ends(frozenset({Kind.ATTENTION_STATE, Kind.INDEXER_STATE}))
-                self.manager.capture_ends(DRAFT_KINDS)
+            self._capture_ends()
         finally:
             self.manager.close_step()
         self.manager.check_integrity()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+from sglang.srt.managers import scheduler
 from sglang_unified_kv.reference.harness import InProcessEngine, prompt
 
 PAGE, WINDOW = 256, 128
@@ -68,6 +69,20 @@ def poison_rings(engine) -> None:
     for _, buffer, size, _ in ring_buffers(engine):
         # Behind the rings lie the compressed rows, which a hit does reuse.
         buffer[: engine.pool.num_req_slots * size] = POISON
+
+
+def retract_often(engine, monkeypatch) -> list[bool]:
+    """Have SGLang retract every other step; the list gets False for each row given back unfinished."""
+    released, on_release = [], engine.tree.on_release
+
+    def spy(req, *, checkpointed):
+        released.append(checkpointed)
+        on_release(req, checkpointed=checkpointed)
+
+    monkeypatch.setattr(engine.tree, "on_release", spy)
+    monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
+    monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 2)
+    return released
 
 
 def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> list[str]:

@@ -6,8 +6,8 @@ device, host, prefill and decode can meet them. Storage has files of its own; sp
 from array import array
 
 import pytest
-from oracle import Recorder, assert_equal_runs, differing, poison_rings
-from sglang.srt.managers import schedule_policy, scheduler
+from oracle import Recorder, assert_equal_runs, differing, poison_rings, retract_often
+from sglang.srt.managers import schedule_policy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import touch_waiting_prefix
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -195,18 +195,7 @@ def test_two_hits_restored_in_one_batch(engine, recorder, oracle):
 
 def test_h20_a_retracted_request_comes_back_through_the_gate(engine, recorder, oracle, monkeypatch):
     alone = recorder.cold(oracle.text[:700], new_tokens=12)
-    released = []
-    on_release = engine.tree.on_release
-    monkeypatch.setattr(
-        engine.tree,
-        "on_release",
-        lambda req, *, checkpointed: (
-            released.append(checkpointed),
-            on_release(req, checkpointed=checkpointed),
-        ),
-    )
-    monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
-    monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 2)
+    released = retract_often(engine, monkeypatch)
     engine.flush()
     runs = recorder.run_many([oracle.text[:700], prompt(6, 260)], new_tokens=12)
     assert False in released, "nothing was retracted"

@@ -5,11 +5,11 @@ from functools import partial
 
 import pytest
 import torch
-from oracle import POISON, differing, poison_rings, ring_buffers
-from sglang.srt.managers import scheduler
+from oracle import POISON, differing, poison_rings, retract_often, ring_buffers
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_unified_kv.checkpoint import manager as manager_module
 from sglang_unified_kv.checkpoint.layout import Kind
+from sglang_unified_kv.edits.build import rings_of
 from sglang_unified_kv.edits.pool_sizing import staging_bytes
 from sglang_unified_kv.reference.harness import prompt
 from speculation_runs import DRAFT_TOKENS, EAGLE, NEW_TOKENS, assert_equal_runs, cold, run
@@ -184,18 +184,7 @@ def test_several_requests_at_once(engine, manager, stock):
 
 
 def test_a_retracted_request_comes_back_through_the_gate(engine, manager, stock, monkeypatch):
-    monkeypatch.setattr(scheduler, "TEST_RETRACT", True)
-    monkeypatch.setattr(scheduler, "TEST_RETRACT_INTERVAL", 2)
-    lengths, released = (700, 509), []
-    on_release = engine.tree.on_release
-    monkeypatch.setattr(
-        engine.tree,
-        "on_release",
-        lambda req, *, checkpointed: (
-            released.append(checkpointed),
-            on_release(req, checkpointed=checkpointed),
-        ),
-    )
+    lengths, released = (700, 509), retract_often(engine, monkeypatch)
     rids = [engine.submit(text(n), NEW_TOKENS, return_logprob=True) for n in lengths]
     for length, output in zip(lengths, engine.run_many(*rids), strict=True):
         assert output.output_ids == stock.cold[length].output_ids
@@ -227,3 +216,8 @@ def test_sizes_and_rings(engine, manager):
     assert {r.size for r in manager.rings if r.spec.kind is Kind.DRAFT_WINDOW} == {
         128 + DRAFT_TOKENS - 1
     }
+
+
+def test_a_draft_model_with_compressed_layers_is_refused(engine):
+    with pytest.raises(ValueError, match="compressed layers, whose state no checkpoint holds"):
+        rings_of(engine.pool, engine.pool)

@@ -4,6 +4,8 @@ from functools import partial
 
 import pytest
 from oracle import differing, poison_rings
+from sglang_unified_kv.checkpoint.manager import CheckpointError
+from sglang_unified_kv.edits import model_runner, registry
 from sglang_unified_kv.reference.harness import prompt
 from speculation_runs import EAGLE, assert_equal_runs, cold, run
 from storage_folder import STORAGE, at, records
@@ -46,3 +48,16 @@ def test_device_hits_without_hicache(make):
         assert_equal_runs(hit, cold(engine, longer))
         engine.drain()
         engine.tree.checkpoints.check_idle()
+
+
+def test_a_step_whose_captures_nobody_took_ends_the_process(make, monkeypatch):
+    with make(**EAGLE) as engine:
+        monkeypatch.setattr(model_runner, "capture_ends", lambda: None)
+        with pytest.raises(CheckpointError, match="without the forward that its captures follow"):
+            engine.run(TEXT)
+
+
+def test_a_draft_model_that_is_not_known_is_refused(make, monkeypatch):
+    monkeypatch.setattr(registry, "draft_runner", lambda target: None)
+    with pytest.raises(ValueError, match="the draft model is not known"):
+        make(**EAGLE).__enter__()

@@ -142,6 +142,8 @@ class Trial:
     def __init__(self, engine, setup: Setup, book: Book, report: Report, seed: int, folder: Path):
         self.engine, self.setup, self.book, self.report = engine, setup, book, report
         self.chance = random.Random(seed)
+        # Apart, since storage threads decide how many steps there are: the script must not depend on it.
+        self.noise = random.Random(seed + 1)
         self.where = f"setup {setup.name!r}, seed {seed}"
         self.folder = folder
         self.manager = engine.tree.checkpoints
@@ -199,7 +201,7 @@ class Trial:
                 assert same, f"{self.where}: a restore wrote outside its slot"
 
         def loaded(*args, **kwargs):
-            if self.failing_load_back and self.chance.random() < 0.5:
+            if self.failing_load_back and self.noise.random() < 0.5:
                 self.report.faults["failed load-back"] += 1
                 return False
             return load_back(*args, **kwargs)
@@ -330,7 +332,7 @@ class Trial:
 
     def poison(self) -> None:
         """Overwrite whatever is free."""
-        if self.chance.random() < 0.5:
+        if self.noise.random() < 0.5:
             return
         for slot in self.engine.req_to_token_pool.free_slots:
             for _, buffer, size, _ in ring_buffers(self.engine):

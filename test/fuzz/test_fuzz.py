@@ -31,6 +31,7 @@ NEEDED = {
     "C4 edge": EVERYWHERE,
 }
 MOST_ROUNDS = 3
+MOST_BRIEF_ROUNDS = 6
 BRIEF = [
     s
     for s in fuzz.SETUPS
@@ -43,12 +44,19 @@ def test_random_workloads_resume_exactly(make_engine, next_n_path):
     report = fuzz.Report()
     book = fuzz.make_book(make_engine, next_n_path, 3, prompts=5, turns=2)
     for seed, setup in enumerate(BRIEF):
-        fuzz.run_setup(make_engine, setup, book, report, seed, 45, next_n_path)
+        # Storage threads decide when a request gets what it waits for, so one script may not reach all.
+        for round_ in range(MOST_BRIEF_ROUNDS):
+            fuzz.run_setup(make_engine, setup, book, report, 100 * round_ + seed, 45, next_n_path)
+            if _reached(report, setup.features[0]) == EVERYWHERE and report.faults:
+                break
     print(*report.lines(), sep="\n")
     for setup in BRIEF:
-        reached = {tier for tier in fuzz.TIERS if report.resumes[setup.features[0], tier]}
-        assert reached == EVERYWHERE, report.lines()
+        assert _reached(report, setup.features[0]) == EVERYWHERE, report.lines()
     assert report.faults
+
+
+def _reached(report, feature) -> set[str]:
+    return {tier for tier in fuzz.TIERS if report.resumes[feature, tier]}
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +89,7 @@ def _missing(report, setup) -> bool:
 @pytest.mark.parametrize("feature", NEEDED)
 def test_resumes_are_exact_in_every_tier(report, feature):
     """The same for every setup, and that each kind of resume happened."""
-    reached = {tier for tier in fuzz.TIERS if report.resumes[feature, tier]}
-    assert reached >= NEEDED[feature], report.lines()
+    assert _reached(report, feature) >= NEEDED[feature], report.lines()
 
 
 @pytest.mark.slow

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from sglang_unified_kv.checkpoint.capture import Capture
+from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind
+from sglang_unified_kv.checkpoint.rings import Ring
+from sglang_unified_kv.checkpoint.rows import ChunkPlaces, TritonRows
 from sglang_unified_kv.kernels import rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -59,6 +63,9 @@ def test_every_kernel_is_listed():
     assert kernels == {source().fn.__name__ for source in SOURCES.values()}
 
 
+_PLACES = ChunkPlaces([Capture("r", 0, 256, 0, 0, 0)], [0], torch.device("cpu"))
+
+
 def compare(where, cases):
     script = Path(__file__).with_name("rows_comparison.py")
     result = subprocess.run(
@@ -75,6 +82,17 @@ def compare(where, cases):
 @pytest.mark.parametrize("cases", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_equal_to_torch_in_the_interpreter(cases):
     compare("interpret", cases)
+
+
+def test_rows_that_do_not_lie_together_are_refused():
+    with pytest.raises(ValueError, match="cannot move rows"):
+        Ring.of(Kind.WINDOW, 0, torch.zeros(128, 1024)[:, :512], 128)
+    ring = Ring.of(Kind.WINDOW, 0, torch.zeros(4 * 128, 512), 128)
+    layout = CheckpointLayout.of([ring.spec], page_size=256, window=128, overlap=4)
+    staging = torch.zeros(1, layout.record_bytes, dtype=torch.uint8)
+    moves = TritonRows(layout, [ring], staging)
+    with pytest.raises(ValueError, match="rows of a chunk have stride"):
+        moves.gather_chunk(0, torch.zeros(512, 300).t(), _PLACES)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -195,13 +195,13 @@ class CheckpointManager:
         interior: list[tuple[int, Row, int, int]] = []
         flat_offset = 0
         for row in rows:
-            if self.drafts and not row.next_known:
-                self._draft_foreign[row.rid] = row.end
             if row.verify:
                 if row.slot is not None:
                     step.ends += self._plan_verify(row)
                 continue
             if row.slot is not None:
+                if self.drafts and not row.next_known:
+                    self._draft_foreign[row.rid] = row.end
                 span = self._wanted(row.rid, row.start, row.end)
                 inside = [b for b in span if b != row.end]
                 interior += [(len(inside) - i, row, flat_offset, b) for i, b in enumerate(inside)]
@@ -420,5 +420,6 @@ class CheckpointManager:
         """Raise AssertionError unless nothing is pinned, pending or in flight (invariant 6)."""
         self.check_integrity()
         assert self._step is None and not self._requested and not self._pending
+        assert not self._draft_foreign, self._draft_foreign
         self._publisher.check_idle()
         self.storage.check_idle()

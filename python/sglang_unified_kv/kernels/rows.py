@@ -7,10 +7,6 @@ where a chunk hands them over in another dtype than the ring's.
 import triton
 import triton.language as tl
 
-TABLE_FIELDS = 5
-"""int64 columns of a table: ring address, words of a row, rows per request slot, rows of a record, offset of
-the section in a record, in words."""
-
 
 @triton.jit
 def move_ring_rows(
@@ -26,7 +22,9 @@ def move_ring_rows(
     """Rows ``[end - rows, end)`` of a request slot between its ring and its staged record.
 
     Grid ``(ceil(most words of a section / BLOCK), sections, requests)``. ``staging`` is int64
-    ``[slots, record_words]``; ``slots``, ``ends`` and ``staged`` are int64 ``[requests]``.
+    ``[slots, record_words]``; ``slots``, ``ends`` and ``staged`` are int64 ``[requests]``. ``table`` is int64
+    ``[sections, 5]``: ring address, words of a row, rows per request slot, rows of a record, and where the
+    section begins in a record, in words.
     """
     entry = table + tl.program_id(1) * 5
     row_words = tl.load(entry + 1)
