@@ -15,6 +15,7 @@ os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"] = "0.1"
 import contextlib  # noqa: E402
 
 import pytest  # noqa: E402
+from sglang_unified_kv.reference import harness  # noqa: E402, F401  (before SGLang, for a GPU)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,9 @@
 
 No server, no tokenizer and no other process; a test decides when the scheduler takes a step.
 Engines may follow one another in a process, two at a time cannot be.
+
+``SGLANG_UNIFIED_KV_REFERENCE_DEVICE=cuda`` puts every engine of the process on the current NVIDIA GPU. This
+module must then be imported before SGLang.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import atexit
 import gc
 import os
 import random
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +33,33 @@ from sglang_unified_kv.reference.plugin import ENV
 # processes share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+DEVICE_ENV = "SGLANG_UNIFIED_KV_REFERENCE_DEVICE"
+
+
+def _device() -> str:
+    """Device of the engines; for a GPU, SGLang is told that there is no CUDA.
+
+    It would ask for sgl_kernel and the kernels of CUDA attention backends otherwise; tensors, streams and
+    pinned memory are torch's and do not ask.
+
+    Raises:
+        ValueError: neither cpu nor cuda is asked for.
+        RuntimeError: SGLang has already looked for CUDA.
+    """
+    device = os.environ.get(DEVICE_ENV, "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"{DEVICE_ENV}={device!r}: must be cpu or cuda")
+    if device == "cuda":
+        if "sglang.srt.utils.common" in sys.modules:
+            raise RuntimeError(
+                f"{DEVICE_ENV}=cuda: import {__name__} before anything of sglang.srt"
+            )
+        import torch
+
+        torch.version.cuda = None
+    return device
+
+
 HICACHE = {
     "enable_hierarchical_cache": True,
     "hicache_ratio": 4,
@@ -38,7 +69,7 @@ HICACHE = {
 }
 
 DEFAULTS = {
-    "device": "cpu",
+    "device": _device(),
     "page_size": 256,
     "skip_tokenizer_init": True,
     "disable_cuda_graph": True,
@@ -404,10 +435,28 @@ class InProcessEngine:
         self.tree.shutdown()
         # SGLang means it for the end of the process, and the cache would stay with its pools till then.
         atexit.unregister(self.tree.shutdown)
+        self._release_host_memory()
         self._release_process_state()
         InProcessEngine._alive = None
         del self.scheduler
         gc.collect()
+
+    def _release_host_memory(self) -> None:
+        """Unpin the host pools: the next engine may get the same pages, which CUDA pins only once."""
+        self.scheduler.device_module.synchronize()
+        group = getattr(self.tree, "host_pool_group", None)
+        pinned = [
+            buffer
+            for entry in (group.entries if group else ())
+            if getattr(entry.host_pool, "pin_memory", False)
+            for buffer in _tensors(getattr(entry.host_pool, "kv_buffer", None))
+        ]
+        self.tree.release_host_resources()
+        from sglang.srt.mem_cache.pool_host.common import _cuda_host_unregister
+
+        for buffer in pinned:
+            # SGLang does it where it sees CUDA or ROCm.
+            _cuda_host_unregister(buffer)
 
     def _release_process_state(self) -> None:
         """Process groups, parallel state and sockets, which outlive the scheduler object."""
@@ -418,6 +467,8 @@ class InProcessEngine:
             # Left to the garbage collector, it would wait for messages that nobody reads.
             context.destroy(linger=0)
         get_resources().expert_location_metadata = None
+        # Its memory went with the graphs that were in it.
+        get_resources().graph_memory_pool = None
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
         for value in vars(self._ports).values():
@@ -429,6 +480,12 @@ class InProcessEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _tensors(buffers: Any) -> list[Any]:
+    """A host pool's buffers: it has one, a list of them, or none."""
+    found = buffers if isinstance(buffers, (list, tuple)) else [buffers]
+    return [buffer for buffer in found if buffer is not None]
 
 
 @contextmanager

@@ -60,12 +60,16 @@ def _activate() -> list[str]:
         return reasons
 
     from sglang_unified_kv.edit import EditError
+    from sglang_unified_kv.reference import upstream_kernels
     from sglang_unified_kv.reference.edits import SERIES
     from sglang_unified_kv.reference.ops import arithmetic
 
     arithmetic.set_chunk_invariant(chunk_invariant)
     try:
+        upstream_kernels.choose(upstream_kernels.from_environment())
         SERIES.apply()
+    except ValueError as error:
+        return [str(error)]
     except EditError as error:
         return error.reasons
     return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sglang_unified_kv.reference.edits.series import FEATURE, SERIES
-from sglang_unified_kv.reference.ops import arithmetic
+from sglang_unified_kv.reference.ops import arithmetic, experts
 from sglang_unified_kv.reference.ops.invariant_torch import InvariantTorch
 
 _MODEL = "sglang.srt.models.deepseek_v4"
@@ -62,3 +62,19 @@ def forward_with_invariant_torch(original, *args, **kwargs):
         return original(*args, **kwargs)
     with InvariantTorch():
         return original(*args, **kwargs)
+
+
+@SERIES.wrap(
+    "sglang.srt.layers.moe.fused_moe_native:moe_forward_native",
+    feature=FEATURE,
+    why="it waits for the device to learn who was chosen, which a CUDA graph cannot",
+    params="layer, x, topk_output, moe_runner_config",
+    fingerprint="53b7e13072dbf344",
+)
+def experts_in_graphs(original, layer, x, topk_output, moe_runner_config):
+    import torch
+
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return (experts.every_expert if capturing else original)(
+        layer, x, topk_output, moe_runner_config
+    )

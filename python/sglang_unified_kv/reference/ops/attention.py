@@ -123,9 +123,8 @@ def indexer_scores(
     page_size = kvcache_fp8.shape[1]
     raw = kvcache_fp8.view(torch.uint8).view(-1, page_size * (dim + 4))
     out = torch.zeros(n, max_seq_len, dtype=torch.float32, device=q_fp8.device)
-    tables, counts = torch.unique_consecutive(page_table, dim=0, return_counts=True)
     start = 0
-    for table, count in zip(tables, counts.tolist(), strict=True):
+    for table, count in _requests(page_table):
         pages = raw[table.clamp_min(0).long()]
         split = page_size * dim
         keys = pages[:, :split].contiguous().view(q_fp8.dtype).view(-1, dim)
@@ -141,6 +140,15 @@ def indexer_scores(
             out[rows, :width] = scores.masked_fill_(~valid, 0.0)
         start += count
     return out
+
+
+def _requests(page_table: torch.Tensor) -> list[tuple[torch.Tensor, int]]:
+    """Each request's page table and how many of the rows are its own."""
+    if page_table.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Which rows are of one request is not known to the host: the same scores, one row at a time.
+        return [(table, 1) for table in page_table]
+    tables, counts = torch.unique_consecutive(page_table, dim=0, return_counts=True)
+    return list(zip(tables, counts.tolist(), strict=True))
 
 
 def topk_transform(

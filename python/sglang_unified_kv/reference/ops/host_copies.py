@@ -8,6 +8,12 @@ from __future__ import annotations
 
 
 def _copy_rows(source, destination, source_rows, destination_rows) -> None:
+    if source.device != destination.device:
+        # Behind the work of the caller's stream, without waiting for it.
+        for theirs, ours in zip(source_rows.tolist(), destination_rows.tolist(), strict=True):
+            row = source[theirs].view(destination.dtype).view(destination.shape[1:])
+            destination[ours].copy_(row, non_blocking=True)
+        return
     rows = source[source_rows.to(source.device).long()]
     flat = rows.view(destination.dtype).view(rows.shape[0], *destination.shape[1:])
     destination[destination_rows.to(destination.device).long()] = flat.to(destination.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from sglang_unified_kv.reference.ops import arithmetic
 
 
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return arithmetic.matmul(a, b).to(a.dtype)
+def _matmul(a: torch.Tensor, b: torch.Tensor, *, out_dtype=None, out=None) -> torch.Tensor:
+    y = arithmetic.matmul(a, b).to(out_dtype or a.dtype)
+    return y if out is None else out.copy_(y)
 
 
 def _linear(x, weight, bias=None) -> torch.Tensor:
@@ -55,6 +57,8 @@ def _softplus(x) -> torch.Tensor:
     return arithmetic.softplus(x).to(x.dtype)
 
 
+RANGE = "reference op"
+
 _OURS: dict[Any, Callable[..., torch.Tensor]] = {
     F.linear: _linear,
     torch.mm: _matmul,
@@ -79,11 +83,13 @@ class InvariantTorch(TorchFunctionMode):
 
 
 def plain_torch(op: Callable) -> Callable:
-    """``op`` with plain torch calls, wherever it is called from."""
+    """``op`` with plain torch calls, wherever it is called from; a profile shows it as :data:`RANGE`."""
 
     @functools.wraps(op)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        profiled = torch.autograd._profiler_enabled()
+        named = torch.profiler.record_function(RANGE) if profiled else nullcontext()
+        with torch._C.DisableTorchFunction(), named:
             return op(*args, **kwargs)
 
     return call

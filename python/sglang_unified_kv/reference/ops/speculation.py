@@ -32,7 +32,8 @@ def build_chain(
         )
     step = torch.arange(num_verify_tokens, device=seq_lens.device)
     positions.copy_((seq_lens[:, None] + step).flatten())
-    retrieve_index.copy_(step + num_verify_tokens * torch.arange(len(seq_lens))[:, None])
+    request = torch.arange(len(seq_lens), device=seq_lens.device)[:, None]
+    retrieve_index.copy_(step + num_verify_tokens * request)
     retrieve_next_token[:, :-1] = step[1:]
 
 
