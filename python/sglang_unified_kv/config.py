@@ -22,6 +22,7 @@ STATE_STAGING_PAGES = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
 PROVENANCE = "SGLANG_UNIFIED_KV_PROVENANCE"
 DBG_CHECKSUM = "SGLANG_SWA_DBG_CHECKSUM"
 STORAGE_PER_RANK = "SGLANG_UNIFIED_KV_STORAGE_PER_RANK"
+RING_FIXES = "SGLANG_UNIFIED_KV_RING_FIXES"
 
 
 class ConfigError(ValueError):
@@ -109,6 +110,13 @@ class Settings(BaseSettings):
         alias=STORAGE_PER_RANK,
         description="Every tensor-parallel rank stores pages and checkpoints of its own, instead of "
         "rank 0 for all: for collectives that do not give every rank the same bits. Default: off.",
+        json_schema_extra={"allowed": "0 or 1"},
+    )
+    ring_fixes: Switch = Field(
+        default=False,
+        alias=RING_FIXES,
+        description="Count the per-request sliding-window ring by request slots wherever SGLang "
+        "compares it with tokens. Independent of the other switches. Default: off.",
         json_schema_extra={"allowed": "0 or 1"},
     )
 

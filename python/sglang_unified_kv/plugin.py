@@ -10,11 +10,17 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .edit import Series
 
 NAME = "sglang_unified_kv"
 GROUP = "sglang.srt.plugins"
 FEATURES = ("SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE", "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX")
+RING_FIXES = "SGLANG_UNIFIED_KV_RING_FIXES"
+SWITCHES = (*FEATURES, RING_FIXES)
 STRIDE_FLAG = "--hicache-swa-offload-page-stride"
 STRIDE_VARIABLE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
 _OFF = f"{' and '.join(FEATURES)} are off"
@@ -25,9 +31,9 @@ def is_on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false", "no", "n")
 
 
-def requested(environ: Mapping[str, str]) -> bool:
-    """Whether any feature is asked for."""
-    return any(is_on(environ.get(name, "")) for name in FEATURES)
+def requested(environ: Mapping[str, str], switches: Iterable[str] = SWITCHES) -> bool:
+    """Whether any of these features is asked for."""
+    return any(is_on(environ.get(name, "")) for name in switches)
 
 
 def register() -> None:
@@ -37,8 +43,9 @@ def register() -> None:
         SystemExit: status 1, every reason is on stderr. Not an ``Exception``, which the loader
             would swallow.
     """
-    if not requested(os.environ):
+    if not requested(os.environ, FEATURES):
         _ignore_stride()
+    if not requested(os.environ):
         return
     try:
         reasons = _load()
@@ -52,20 +59,29 @@ def _load() -> list[str]:
     """Check everything and apply the edits; every reason why that is impossible."""
     from .config import ConfigError, load_settings
     from .edit import EditError
-    from .edits import SERIES
 
+    asked = requested_series(os.environ)
     reasons = duplicate_entries()
     try:
         load_settings()
     except ConfigError as error:
         reasons += error.reasons
     if reasons:
-        return reasons + SERIES.preflight()
+        return reasons + [reason for series in asked for reason in series.preflight()]
     try:
-        SERIES.apply()
+        for series in asked:
+            series.apply()
     except EditError as error:
         return error.reasons
     return []
+
+
+def requested_series(environ: Mapping[str, str]) -> list[Series]:
+    """The series of edits that the switches in ``environ`` ask for."""
+    from .edits import RING, SERIES
+
+    series = [SERIES] if requested(environ, FEATURES) else []
+    return series + ([RING] if requested(environ, (RING_FIXES,)) else [])
 
 
 def duplicate_entries() -> list[str]:
@@ -86,7 +102,7 @@ def _end(reasons: list[str]) -> None:
     for reason in reasons:
         print(f"sglang-unified-kv: {reason}", file=sys.stderr)
     print(
-        f"sglang-unified-kv: refusing to start. Unset {' and '.join(FEATURES)} to run SGLang as "
+        f"sglang-unified-kv: refusing to start. Unset {' and '.join(SWITCHES)} to run SGLang as "
         "released.",
         file=sys.stderr,
         flush=True,

@@ -22,12 +22,18 @@ def edits(*argv, without):
     return done
 
 
-def test_edits_lists_both_series_apart_without_sglang():
+PRODUCT = ["sglang_unified_kv", "sglang_unified_kv_ring"]
+
+
+def test_edits_lists_every_series_apart_without_sglang():
     series = json.loads(edits("--json", without=("sglang",)).stdout)["series"]
-    product, reference = series.values()
-    assert list(series)[0] == "sglang_unified_kv"
+    assert list(series)[:2] == PRODUCT
+    *features, reference = series.values()
+    product = sum(features, [])
     targets = [row["target"] for row in product]
     assert "sglang.srt.managers.scheduler:Scheduler.__init__" in targets
+    hooked = [row["target"] for row in product if row["kind"] != "relies on"]
+    assert len(hooked) == len(set(hooked)), "two series hook one target"
     for row in product + reference:
         assert row["why"] and row["feature"] and row["kind"], row
         assert row["ours"] == "-" if row["kind"] == "relies on" else row["ours"] != "-", row
@@ -38,13 +44,13 @@ def test_edits_lists_both_series_apart_without_sglang():
 
 def test_edits_lists_the_product_without_torch_and_says_what_it_left_out():
     done = edits("--json", without=("sglang", "torch"))
-    assert list(json.loads(done.stdout)["series"]) == ["sglang_unified_kv"]
+    assert list(json.loads(done.stdout)["series"]) == PRODUCT
     assert "reference engine's edits are not listed: torch is not installed" in done.stderr
 
 
 def test_edits_as_tables():
     text = edits(without=("sglang",)).stdout
-    assert text.index("Product: ") < text.index("Reference engine (tests and demos only): ")
+    assert text.index("Exact reuse: ") < text.index("Reference engine (tests and demos only): ")
     assert "edits of sglang 0.5.23" in text
 
 

@@ -88,7 +88,7 @@ def examine(launch_flags: list[str]) -> Report:
 
 
 def _requested() -> list[str]:
-    if plugin.requested(os.environ):
+    if plugin.requested(os.environ, plugin.FEATURES):
         return []
     return [f"neither {' nor '.join(plugin.FEATURES)} is set; set one of them to 1"]
 
@@ -115,9 +115,7 @@ def _entry() -> list[str]:
 
 
 def _edits() -> list[str]:
-    from ..edits import SERIES
-
-    return SERIES.preflight()
+    return [reason for s in plugin.requested_series(os.environ) for reason in s.preflight()]
 
 
 def _load_plugins() -> list[str]:
@@ -127,9 +125,7 @@ def _load_plugins() -> list[str]:
         load_plugins()
     except SystemExit:
         return ["a plugin refused to load, its reasons are on stderr"]
-    from ..edits import SERIES
-
-    return SERIES.audit()
+    return [reason for s in plugin.requested_series(os.environ) for reason in s.audit()]
 
 
 def _environment_half(report: Report) -> None:

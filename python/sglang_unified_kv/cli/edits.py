@@ -21,9 +21,9 @@ def edits(
     Needs no SGLang. The reference engine's edits are torch functions; without torch they are left
     out, and the output says so.
     """
-    from ..edits import SERIES as product
+    from ..edits import RING, SERIES
 
-    listed = {"Product": product}
+    listed = {"Exact reuse": SERIES, "Ring accounting": RING}
     if find_spec("torch") is not None:
         from ..reference.edits import SERIES as reference
 

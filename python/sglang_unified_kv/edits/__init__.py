@@ -1,6 +1,6 @@
 """All contact with SGLang's internals, one module per upstream area, in the order of application.
 
-Importing declares the edits; nothing is touched before ``SERIES.apply()``.
+Importing declares the edits; nothing is touched before ``Series.apply()``.
 """
 
 from . import (  # noqa: F401, I001
@@ -15,7 +15,10 @@ from . import (  # noqa: F401, I001
     speculation,
     model_runner,
     attention,
+    ring_allocator,
+    ring_prealloc,
+    ring_sizing,
 )
-from .series import SERIES
+from .series import RING, SERIES
 
-__all__ = ["SERIES"]
+__all__ = ["RING", "SERIES"]
