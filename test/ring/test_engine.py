@@ -40,8 +40,15 @@ def test_g1_stock_loses_pages_although_memory_is_free(stock):
     assert cached == [768] * 3
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["released", "exact"])
-@pytest.mark.parametrize("hicache", [False, True], ids=["radix", "hicache"])
+@pytest.mark.parametrize(
+    "exact, hicache",
+    [
+        pytest.param(False, False, id="released-radix", marks=pytest.mark.slow),
+        pytest.param(False, True, id="released-hicache"),
+        pytest.param(True, False, id="exact-radix"),
+        pytest.param(True, True, id="exact-hicache", marks=pytest.mark.slow),
+    ],
+)
 def test_g1_with_the_fixes_every_page_is_found(make_engine, stock, exact, hicache):
     outputs, cached = run(make_engine, True, exact=exact, hicache=hicache)
     assert cached == [1024] * 3
@@ -49,6 +56,7 @@ def test_g1_with_the_fixes_every_page_is_found(make_engine, stock, exact, hicach
     assert outputs[:7] == stock[0][:7]
 
 
+@pytest.mark.slow
 def test_speculation_and_a_draft_pool(make_engine, next_n_path):
     eagle = dict(
         speculative_algorithm="EAGLE",

@@ -6,6 +6,7 @@ from .check import check
 from .demo import demo
 from .doctor import doctor
 from .edits import edits
+from .plan import plan
 
 app = typer.Typer(
     help="Exact prefix reuse of DeepSeek-V4 on SGLang's unified_kv backend.",
@@ -14,5 +15,6 @@ app = typer.Typer(
 )
 app.command()(edits)
 app.command()(doctor)
+app.command()(plan)
 app.command()(check)
 app.command()(demo)

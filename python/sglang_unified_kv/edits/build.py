@@ -149,13 +149,15 @@ def build_manager(
     return manager, host_pool
 
 
-def host_records(settings: Settings, slot_bytes: int, wanted: int) -> int:
+def host_records(settings: Settings, slot_bytes: int, wanted: int, free: int | None = None) -> int:
     """Records of the host pool: the budget flag, or ``wanted`` capped at a quarter of free host memory.
+
+    ``free`` is that memory in bytes, this machine's unless given.
 
     Raises:
         ValueError: the budget holds no record, or exceeds what is free.
     """
-    free = host_memory_budget_bytes()
+    free = host_memory_budget_bytes() if free is None else free
     budget = settings.checkpoint_host_gb
     if budget is None:
         fitting = free // 4 // slot_bytes

@@ -22,9 +22,17 @@ def staging_bytes(configurator) -> int:
     """Device bytes of the staging ring that ``build_manager`` will allocate; 0 if not engaged."""
     if engage.current() is None or not configurator._unified:
         return 0
-    from .build import OVERLAP_ROWS, device_slots
+    from .build import device_slots
 
     settings = engage.current().settings
+    slots = device_slots(settings, configurator.page_size, configurator.context_len)
+    return slots * layout_of(configurator).record_bytes
+
+
+def layout_of(configurator) -> CheckpointLayout:
+    """The layout of a checkpoint before the pools are there, from their sizes."""
+    from .build import OVERLAP_ROWS
+
     c4_layers = range(configurator.num_layers(4))
     state_row = 4 * 4  # four parts of head_dim, float32
     rings = [
@@ -38,11 +46,9 @@ def staging_bytes(configurator) -> int:
         rings += [RingSpec(kind, i, state_row * head_dim, "") for i in c4_layers]
     if configurator.is_speculative:
         rings.append(RingSpec(Kind.DRAFT_WINDOW, 0, configurator._unified_row_bytes, ""))
-    layout = CheckpointLayout.of(
+    return CheckpointLayout.of(
         rings,
         page_size=configurator.page_size,
         window=configurator.sliding_window_size,
         overlap=OVERLAP_ROWS,
     )
-    slots = device_slots(settings, configurator.page_size, configurator.context_len)
-    return slots * layout.record_bytes
