@@ -233,7 +233,10 @@ def speculated(rank, port, model, texts, folder, options):
     return first.output_ids, first.accepted, hits
 
 
-@pytest.mark.parametrize("options", [{}, DP], ids=["tp2", "dp attention"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="tp2"), pytest.param(DP, id="dp attention", marks=pytest.mark.slow)],
+)
 def test_ranks_that_speculate_hit_alike(pair, next_n_path, tmp_path, options):
     texts = [prompt(0, 765), prompt(0, 509)] if options else [prompt(0, 765)] * 2
     first, second = pair(speculated, str(next_n_path), texts, tmp_path, options)
