@@ -53,7 +53,10 @@ def make_engine(model_path):
 
     @contextlib.contextmanager
     def make(*, stock=False, env=None, model=model_path, **server_args):
-        switch = {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0" if stock else "1"}
+        switch = {
+            "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0" if stock else "1",
+            "SGLANG_UNIFIED_KV_RING_FIXES": "0",
+        }
         with environment(**(switch | (env or {}))):
             options = {"hicache": True, "max_total_tokens": 12288, **server_args}
             with InProcessEngine(model, **options) as engine:

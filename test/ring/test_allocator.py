@@ -83,6 +83,20 @@ def test_g5_every_answer_is_the_maps(dtype):
         assert torch.equal(allocator._kvcache.translate_loc_from_full_to_swa(slots), theirs)
 
 
+def test_g5_the_tree_may_still_pair_slots():
+    """A load-back brings full rows without windows; the next insert over them maps window slots."""
+    fixed, _ = allocator_of(True, 4, 4096)
+    slots = torch.tensor([700, 4095])
+    fixed.set_full_to_swa_mapping(slots, slots)
+    fixed.clear_full_to_swa_mapping(slots)
+    assert fixed.translate_loc_from_full_to_swa(slots).tolist() == [0, 0]
+    paged, _ = allocator_of(True, 4, 4096, ring=None)
+    paged.set_full_to_swa_mapping(slots, slots)
+    assert paged.translate_loc_from_full_to_swa(slots).tolist() == [700, 4095]
+    paged.clear_full_to_swa_mapping(slots)
+    assert paged.translate_loc_from_full_to_swa(slots).tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("ring", [RING, None], ids=["ring", "paged"])
 def test_no_slot_is_lost_or_doubled(ring):
     """Random extends, frees and clears: both allocators hand out the same slots."""

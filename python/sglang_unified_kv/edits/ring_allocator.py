@@ -28,7 +28,7 @@ def counted(allocator) -> bool:
 @RING.wrap(
     f"{_ALLOCATOR}.__init__",
     feature=FEATURE,
-    why="G5: the map from full to sliding-window slots is never written in ring mode, 8 bytes a token",
+    why="G5: the map from full to sliding-window slots says nothing in ring mode, at 8 bytes a token",
     params="self, size, size_swa, page_size, dtype, device, kvcache, need_sort, req_to_token_pool",
     fingerprint="0263ccd87e07cb85",
 )
@@ -70,6 +70,30 @@ def translate(original, self, kv_indices):
         return original(self, kv_indices)
     # 0 for every slot, -1 for "no slot".
     return -(kv_indices < 0).to(mapping.dtype)
+
+
+@RING.wrap(
+    f"{_ALLOCATOR}.set_full_to_swa_mapping",
+    feature=FEATURE,
+    why="G5: the tree pairs recovered windows with full slots, also where no window has a slot",
+    params="self, full_indices, swa_indices",
+    fingerprint="db9deeb164fcf2b9",
+)
+def set_mapping(original, self, full_indices, swa_indices) -> None:
+    if not counted(self):
+        original(self, full_indices, swa_indices)
+
+
+@RING.wrap(
+    f"{_ALLOCATOR}.clear_full_to_swa_mapping",
+    feature=FEATURE,
+    why="G5: as set_full_to_swa_mapping",
+    params="self, full_indices",
+    fingerprint="4f957d78eaf0e84b",
+)
+def clear_mapping(original, self, full_indices) -> None:
+    if not counted(self):
+        original(self, full_indices)
 
 
 @RING.wrap(

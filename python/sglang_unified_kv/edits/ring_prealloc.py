@@ -17,10 +17,20 @@ _QUEUE = "sglang.srt.disaggregation.decode:DecodePreallocQueue"
     "extra_reserved_reqs",
     fingerprint="af0207f4d7672ddf",
 )
-def budget(original, self, *args, count_retracted=True, **kwargs) -> int:
+def budget(
+    original,
+    self,
+    retractable_tokens=None,
+    retractable_swa_tokens=None,
+    count_retracted=True,
+    *args,
+    **kwargs,
+) -> int:
     allocator = self.token_to_kv_pool_allocator
     if not counted(allocator):
-        return original(self, *args, count_retracted=count_retracted, **kwargs)
+        return original(
+            self, retractable_tokens, retractable_swa_tokens, count_retracted, *args, **kwargs
+        )
     retracted = len(self.retracted_queue) if count_retracted else 0
     return prealloc_budget(
         allocator.swa_available_size(), allocator.swa_ring_cost_tokens, retracted

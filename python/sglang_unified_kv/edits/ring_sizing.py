@@ -34,8 +34,12 @@ def _counted(configurator) -> bool:
 def draft_layer_has_no_tokens(original, self, kvc) -> None:
     original(self, kvc)
     setattr(self, _MARK, self._unified and load_settings().ring_fixes)
-    # The next-n layer of EAGLE has compress ratio 0. Its ring is counted by _fixed_swa_bytes.
-    if _counted(self) and kvc.spec_algorithm.is_eagle() and hasattr(self, "_spec_infl"):
+    from sglang.srt.model_executor import pool_configurator
+
+    # The next-n layer of EAGLE has compress ratio 0, and its ring is counted by _fixed_swa_bytes. Draft
+    # models of other algorithms may have rows per token.
+    next_n = pool_configurator.get_spec().speculative_algorithm == "EAGLE"
+    if _counted(self) and next_n and hasattr(self, "_spec_infl"):
         self.bytes_per_full_token /= self._spec_infl
 
 
