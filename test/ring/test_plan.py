@@ -126,7 +126,7 @@ def test_what_runs_out_first():
     held = prompts(sizes_of(), 50 * PAGE + 1)
     assert held == {
         "device tokens": 20,
-        "request slots": 9,
+        "request slots": 8,
         "host pages": 40,
         "checkpoints": 10,
     }
@@ -166,11 +166,11 @@ LAUNCH = (
 ).split()
 
 
-def run_plan(model, *options, machine=MACHINE):
+def run_plan(model, *options, machine=MACHINE, launch=LAUNCH):
     command = [sys.executable, "-W", "ignore", "-m", "sglang_unified_kv.cli", "plan", *machine]
-    launch = ["--model-path", str(model), *LAUNCH]
+    flags = ["--model-path", str(model), *launch]
     return subprocess.run(
-        [*command, *options, "--", *launch], capture_output=True, text=True, timeout=300
+        [*command, *options, "--", *flags], capture_output=True, text=True, timeout=300
     )
 
 
@@ -205,5 +205,8 @@ def test_what_cannot_be_planned_is_said(pro, model_path):
         pro, machine=("--hbm-gb", "288", "--weights-gb", "250", "--host-gb", "250")
     )
     assert none_left.returncode == 2 and "--weights-gb 250" in none_left.stderr
+    for flag in (("--max-total-tokens", "100000"), ("--pp-size", "2")):
+        ignored = run_plan(pro, launch=(*LAUNCH, *flag))
+        assert ignored.returncode == 2 and f"{flag[0]} {flag[1]} is not" in ignored.stderr
     no_model = run_plan("/nonexistent/model")
     assert no_model.returncode == 2 and "SGLang rejects this" in no_model.stderr

@@ -55,6 +55,8 @@ def plan(
                 f"--weights-gb {weights_gb} leaves nothing of {hbm_gb} GB x --mem-fraction-static {fraction}"
             )
         sizes = planner.sizes(available, machine, settings)
+        if plot is not None:
+            _plot(plot, planner, machine, settings, available)
     except _UPSTREAM_ERRORS as error:
         raise typer.BadParameter(f"SGLang rejects this: {error}") from error
     report = _report(sizes, machine, available, prompt_tokens)
@@ -62,8 +64,6 @@ def plan(
         typer.echo(json.dumps(report, indent=2))
     else:
         _print(report)
-    if plot is not None:
-        _plot(plot, planner, machine, settings, available)
 
 
 def _planner(flags: list[str]):
@@ -85,6 +85,12 @@ def _planner(flags: list[str]):
 
     args = prepare_server_args([*flags, "--device", "cpu"])
     args.resolve_once()
+    for flag, value, default in (
+        ("--max-total-tokens", args.max_total_tokens, None),
+        ("--pp-size", args.pp_size, 1),
+    ):
+        if value != default:
+            raise typer.BadParameter(f"{flag} {value} is not planned yet; leave it out")
     settings = load_settings()
     engage.engage(settings, facts_of(args))
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))

@@ -78,7 +78,8 @@ def prompts(sizes: Sizes, length: int) -> dict[str, int]:
     pages = max(ceil(length / PAGE) - 1, 1)
     held = {
         "device tokens": sizes.tokens // (pages * PAGE),
-        "request slots": sizes.slots,
+        # One slot is SGLang's own, for padding.
+        "request slots": sizes.slots - 1,
     }
     if sizes.host_pages:
         held["host pages"] = sizes.host_pages // pages
