@@ -23,6 +23,7 @@ PROVENANCE = "SGLANG_UNIFIED_KV_PROVENANCE"
 DBG_CHECKSUM = "SGLANG_SWA_DBG_CHECKSUM"
 STORAGE_PER_RANK = "SGLANG_UNIFIED_KV_STORAGE_PER_RANK"
 RING_FIXES = "SGLANG_UNIFIED_KV_RING_FIXES"
+HISPARSE = "SGLANG_UNIFIED_KV_HISPARSE"
 
 
 class ConfigError(ValueError):
@@ -117,6 +118,13 @@ class Settings(BaseSettings):
         alias=RING_FIXES,
         description="Count the per-request sliding-window ring by request slots wherever SGLang "
         "compares it with tokens. Independent of the other switches. Default: off.",
+        json_schema_extra={"allowed": "0 or 1"},
+    )
+    hisparse: Switch = Field(
+        default=False,
+        alias=HISPARSE,
+        description="--enable-hisparse on the unified pool. Counts the ring by request slots as well. "
+        "Default: off.",
         json_schema_extra={"allowed": "0 or 1"},
     )
 

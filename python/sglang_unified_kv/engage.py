@@ -148,13 +148,15 @@ TIER_CONDITIONS = {
 }
 """What each switch needs beyond the conditions of both: one of them engages, never both."""
 
+GATE = Rule(
+    lambda f: f.unified_kv_gate or not (_platform(f) and _backend(f)),
+    "SGLang's own unified_kv gate is off although SGLANG_HACK_FLASHMLA_BACKEND="
+    "{flashmla_backend}: with the reference engine, SGLANG_PLUGINS must not leave out "
+    "sglang_unified_kv_reference",
+)
+
 ENVIRONMENT_OBSTACLES = (
-    Rule(
-        lambda f: f.unified_kv_gate or not (_platform(f) and _backend(f)),
-        "SGLang's own unified_kv gate is off although SGLANG_HACK_FLASHMLA_BACKEND="
-        "{flashmla_backend}: with the reference engine, SGLANG_PLUGINS must not leave out "
-        "sglang_unified_kv_reference",
-    ),
+    GATE,
     Rule(
         lambda f: f.compress_state_dtype in ("float32", "fp32"),
         "SGLANG_DSV4_COMPRESS_STATE_DTYPE={compress_state_dtype}: set it to float32",
@@ -438,11 +440,15 @@ def engage(settings: Settings, facts: Facts, *, announce: bool = True) -> Decisi
         tier = "HiCache" if facts.enable_hierarchical_cache else "radix cache"
         logger.info("Bit-exact %s is engaged: %s", tier, settings)
     elif decision.missing and announce:
-        # Not the logger: Engine(...) silences it below errors unless told otherwise.
-        warnings.warn(
-            f"{_named(on(settings))} has no effect, SGLang runs as released. "
-            f"Missing: {'; '.join(decision.missing)}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn_inert(on(settings), decision.missing)
     return decision
+
+
+def warn_inert(switches: Iterable[str], missing: Iterable[str]) -> None:
+    """Tell the operator that what was asked for has no effect."""
+    # Not the logger: Engine(...) silences it below errors unless told otherwise.
+    warnings.warn(
+        f"{_named(switches)} has no effect, SGLang runs as released. Missing: {'; '.join(missing)}",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -20,7 +20,8 @@ NAME = "sglang_unified_kv"
 GROUP = "sglang.srt.plugins"
 FEATURES = ("SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE", "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX")
 RING_FIXES = "SGLANG_UNIFIED_KV_RING_FIXES"
-SWITCHES = (*FEATURES, RING_FIXES)
+HISPARSE = "SGLANG_UNIFIED_KV_HISPARSE"
+SWITCHES = (*FEATURES, RING_FIXES, HISPARSE)
 STRIDE_FLAG = "--hicache-swa-offload-page-stride"
 STRIDE_VARIABLE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
 _OFF = f"{' and '.join(FEATURES)} are off"
@@ -78,10 +79,15 @@ def _load() -> list[str]:
 
 def requested_series(environ: Mapping[str, str]) -> list[Series]:
     """The series of edits that the switches in ``environ`` ask for."""
-    from .edits import RING, SERIES
+    from .edits import HISPARSE_SERIES, RING, SERIES
 
-    series = [SERIES] if requested(environ, FEATURES) else []
-    return series + ([RING] if requested(environ, (RING_FIXES,)) else [])
+    needs = {
+        SERIES: FEATURES,
+        # A HiSparse allocator hides the ring from SGLang's accounting (G3).
+        RING: (RING_FIXES, HISPARSE),
+        HISPARSE_SERIES: (HISPARSE,),
+    }
+    return [series for series, switches in needs.items() if requested(environ, switches)]
 
 
 def duplicate_entries() -> list[str]:

@@ -12,7 +12,7 @@ from sglang_unified_kv.checkpoint.capture import Capture
 from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind
 from sglang_unified_kv.checkpoint.rings import Ring
 from sglang_unified_kv.checkpoint.rows import ChunkPlaces, TritonRows
-from sglang_unified_kv.kernels import rows
+from sglang_unified_kv.kernels import rows, swap
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -40,6 +40,44 @@ def chunk_source(chunk, ring):
     return ASTSource(rows.gather_chunk_rows, signature, {"BLOCK": 1024})
 
 
+def plan_source(step, hot):
+    types = {
+        "*i32": [
+            "top_k",
+            "lengths",
+            "real",
+            "tokens",
+            "locations",
+            "marks",
+            "out",
+            "targets",
+            "counts",
+        ],
+        "*i64": ["requests", "cold", "sources"],
+        "*i16": ["order"],
+        "i32": [f"{of}_stride" for of in ("top_k", "slot", "cold", "marks", "out", "miss")],
+    }
+    constants = {"K": 1024, "HOT": hot, "K_BLOCK": 1024, "STEP": step.value}
+    constants["HOT_BLOCK"] = 1 << (hot - 1).bit_length()
+    return source_of(swap.plan_swap, types, constants)
+
+
+def copy_source(target_rows):
+    types = {
+        "*i64": ["sources", "targets", "source_rows"],
+        "*i32": ["counts"],
+        "i32": ["rows_stride", "first_layer", "row_words"],
+    }
+    types[target_rows].append("target_rows")
+    return source_of(swap.copy_rows, types, {"BLOCK": 128, "ROWS": 4})
+
+
+def source_of(kernel, types, constants):
+    signature = {name: kind for kind, names in types.items() for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    return ASTSource(kernel, {n: signature[n] for n in kernel.arg_names}, constants)
+
+
 SOURCES = {
     "rings to record": lambda: ring_source(True),
     "record to rings": lambda: ring_source(False),
@@ -47,6 +85,13 @@ SOURCES = {
     "chunk, packed": lambda: chunk_source(torch.uint8, torch.uint8),
     "chunk, states": lambda: chunk_source(torch.float32, torch.float32),
     "chunk, states from bf16": lambda: chunk_source(torch.bfloat16, torch.float32),
+    "swap plan": lambda: plan_source(swap.ALL, 4096),
+    "swap plan, large buffer": lambda: plan_source(swap.ALL, 16384),
+    "swap plan, first launch": lambda: plan_source(swap.MARK, 6144),
+    "swap plan, second launch": lambda: plan_source(swap.LOOK_UP, 6144),
+    "swap plan, third launch": lambda: plan_source(swap.PLACE, 6144),
+    "rows from the host": lambda: copy_source("*i32"),
+    "rows to the host": lambda: copy_source("*i64"),
 }
 
 
@@ -59,7 +104,12 @@ def test_every_kernel_compiles(source, target):
 
 
 def test_every_kernel_is_listed():
-    kernels = {name for name, value in vars(rows).items() if isinstance(value, triton.JITFunction)}
+    kernels = {
+        name
+        for module in (rows, swap)
+        for name, value in vars(module).items()
+        if isinstance(value, triton.JITFunction)
+    }
     assert kernels == {source().fn.__name__ for source in SOURCES.values()}
 
 

@@ -22,12 +22,12 @@ def edits(*argv, without):
     return done
 
 
-PRODUCT = ["sglang_unified_kv", "sglang_unified_kv_ring"]
+PRODUCT = ["sglang_unified_kv", "sglang_unified_kv_ring", "sglang_unified_kv_hisparse"]
 
 
 def test_edits_lists_every_series_apart_without_sglang():
     series = json.loads(edits("--json", without=("sglang",)).stdout)["series"]
-    assert list(series)[:2] == PRODUCT
+    assert list(series)[: len(PRODUCT)] == PRODUCT
     *features, reference = series.values()
     product = sum(features, [])
     targets = [row["target"] for row in product]
@@ -97,8 +97,8 @@ def test_doctor_names_everything_that_is_missing_and_in_the_way(doctor):
     assert report["decision"] == "inert"
     found = failed(report)
     assert found.pop("requested") == [
-        "neither SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE nor SGLANG_UNIFIED_KV_BIT_EXACT_RADIX is set; "
-        "set one of them to 1"
+        "none of SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE, SGLANG_UNIFIED_KV_BIT_EXACT_RADIX, "
+        "SGLANG_UNIFIED_KV_HISPARSE is set; set one of them to 1"
     ]
     platform, backend, hicache = found.pop("conditions")
     assert "ROCm" in platform and "unified_kv_triton" in backend

@@ -1,4 +1,4 @@
-"""``sglang-unified-kv doctor``: would exact reuse engage here, and if not, why."""
+"""``sglang-unified-kv doctor``: would exact reuse or HiSparse engage here, and if not, why."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class Report:
     settings: dict[str, Any] | None = None
     facts: dict[str, Any] | None = None
     decision: str | None = None
+    feature: str = "Exact reuse"
     checks: dict[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -49,7 +50,7 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Tell whether exact reuse would engage here with these launch flags, and why not.
+    """Tell whether exact reuse (with --enable-hisparse: HiSparse) would engage here, and why not.
 
     Exit code 0 only if it would. Without launch flags only the environment half is checked.
     """
@@ -88,9 +89,10 @@ def examine(launch_flags: list[str]) -> Report:
 
 
 def _requested() -> list[str]:
-    if plugin.requested(os.environ, plugin.FEATURES):
+    features = (*plugin.FEATURES, plugin.HISPARSE)
+    if plugin.requested(os.environ, features):
         return []
-    return [f"neither {' nor '.join(plugin.FEATURES)} is set; set one of them to 1"]
+    return [f"none of {', '.join(features)} is set; set one of them to 1"]
 
 
 def _settings(report: Report) -> list[str]:
@@ -151,6 +153,7 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     from sglang.srt.arg_groups.validation_hook import check_server_args
     from sglang.srt.server_args import prepare_server_args
 
+    from ..edits.hisparse_args import missing as hisparse_missing
     from ..edits.server_args import facts_of
 
     report.checks["launch flags"] = []
@@ -168,6 +171,11 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     # The flags may carry a setting, so it is read again.
     settings = load_settings()
     report.settings = settings.model_dump()
+    if facts.enable_hisparse and settings.hisparse:
+        # SGLang's validation, which decides it, has passed; what it finds is above.
+        report.feature, report.decision = "HiSparse", engage.State.ENGAGED.value
+        _judge(report, hisparse_missing(server_args), (), facts)
+        return
     report.decision = engage.decide(settings, facts).state.value
     _judge(
         report,
@@ -190,4 +198,4 @@ def _print(report: Report) -> None:
         )
     else:
         verdict = "would engage" if report.engages else "would not engage"
-        console.print(f"Exact reuse {verdict} here.")
+        console.print(f"{report.feature} {verdict} here.")

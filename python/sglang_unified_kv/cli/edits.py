@@ -21,9 +21,9 @@ def edits(
     Needs no SGLang. The reference engine's edits are torch functions; without torch they are left
     out, and the output says so.
     """
-    from ..edits import RING, SERIES
+    from ..edits import HISPARSE_SERIES, RING, SERIES
 
-    listed = {"Exact reuse": SERIES, "Ring accounting": RING}
+    listed = {"Exact reuse": SERIES, "Ring accounting": RING, "HiSparse": HISPARSE_SERIES}
     if find_spec("torch") is not None:
         from ..reference.edits import SERIES as reference
 

@@ -18,7 +18,11 @@ from . import (  # noqa: F401, I001
     ring_allocator,
     ring_prealloc,
     ring_sizing,
+    hisparse_args,
+    hisparse_pool,
+    hisparse_allocator,
+    hisparse_runner,
 )
-from .series import RING, SERIES
+from .series import HISPARSE_SERIES, RING, SERIES
 
-__all__ = ["RING", "SERIES"]
+__all__ = ["HISPARSE_SERIES", "RING", "SERIES"]

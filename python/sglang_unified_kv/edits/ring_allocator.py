@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..config import load_settings
 from ..edit import EditError
+from .hisparse_args import hisparse_on
 from .series import RING
 
 FEATURE = "ring accounting"
@@ -34,7 +35,7 @@ def counted(allocator) -> bool:
 )
 def decide_and_drop_map(original, self, *args, **kwargs) -> None:
     original(self, *args, **kwargs)
-    if not (load_settings().ring_fixes and self.swa_req_ring):
+    if not (asked() and self.swa_req_ring):
         return
     if reasons := RING.audit():
         raise EditError(reasons)
@@ -44,6 +45,11 @@ def decide_and_drop_map(original, self, *args, **kwargs) -> None:
     # A zero and the -1 that SGLang keeps at the end: the type is right for kernels that only pass it on.
     self.full_to_swa_index_mapping = self.full_to_swa_index_mapping[-_NO_MAP:].clone()
     self._kvcache.register_mapping(self.full_to_swa_index_mapping)
+
+
+def asked() -> bool:
+    """Whether the ring is to be counted by slots: by its own switch, or because HiSparse needs it."""
+    return load_settings().ring_fixes or hisparse_on()
 
 
 def _replays_window() -> bool:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 
-from ..config import load_settings
 from ..ring.accounting import SlotBytes
-from .ring_allocator import FEATURE
+from .ring_allocator import FEATURE, asked
 from .series import RING
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ def _counted(configurator) -> bool:
 )
 def draft_layer_has_no_tokens(original, self, kvc) -> None:
     original(self, kvc)
-    setattr(self, _MARK, self._unified and load_settings().ring_fixes)
+    setattr(self, _MARK, self._unified and asked())
     from sglang.srt.model_executor import pool_configurator
 
     # The next-n layer of EAGLE has compress ratio 0, and its ring is counted by _fixed_swa_bytes. Draft

@@ -5,4 +5,8 @@ from ..edit import Series
 SERIES = Series("sglang_unified_kv")
 """Exact reuse."""
 RING = Series("sglang_unified_kv_ring")
-"""Accounting of the ring; it shares no target with the other, and each is applied without it."""
+"""Accounting of the ring."""
+HISPARSE_SERIES = Series("sglang_unified_kv_hisparse")
+"""HiSparse on the unified pool; applied with the ring's accounting, which it needs.
+
+No two series share a target, so that each is applied whether or not the others are."""

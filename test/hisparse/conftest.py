@@ -1,0 +1,18 @@
+"""The edits are applied once per process; a test chooses by the switch whether HiSparse is ours."""
+
+import os
+
+import pytest
+from sglang_unified_kv.plugin import HISPARSE
+
+os.environ[HISPARSE] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hisparse_plugins():
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang_unified_kv.edits import HISPARSE_SERIES
+
+    assert HISPARSE_SERIES.audit() == []

@@ -1,0 +1,158 @@
+"""Whether HiSparse engages: every condition, every obstacle; and SGLang's own arguments."""
+
+from dataclasses import fields, replace
+
+import pytest
+from sglang_unified_kv import engage
+from sglang_unified_kv.config import Settings
+from sglang_unified_kv.engage import State
+from sglang_unified_kv.hisparse.support import CONDITIONS, OBSTACLES, HiSparseFacts, decide
+
+ON, OFF = Settings(hisparse=True), Settings()
+GOOD = HiSparseFacts(
+    is_hip=True,
+    reference_engine=False,
+    flashmla_backend="unified_kv_triton",
+    unified_kv_gate=True,
+    compress_state_dtype="float32",
+    architecture="DeepseekV4ForCausalLM",
+    model_type="deepseek_v4",
+    enable_hisparse=True,
+    disable_radix_cache=True,
+    page_size=256,
+    speculative_algorithm=None,
+    disaggregation_mode="null",
+    dsv4_attn_backend="auto",
+    enable_unified_memory=False,
+    pp_size=1,
+    attn_cp_size=1,
+    dcp_size=1,
+    enable_two_batch_overlap=False,
+    enable_pdmux=False,
+    enable_prefill_cp=False,
+    use_ray=False,
+)
+MISSING = [
+    (dict(is_hip=False), "ROCm"),
+    (dict(flashmla_backend="triton"), "SGLANG_HACK_FLASHMLA_BACKEND is 'triton'"),
+    (dict(architecture="LlamaForCausalLM"), "the architecture is 'LlamaFor"),
+    (dict(enable_hisparse=False), "--enable-hisparse"),
+]
+IN_THE_WAY = [
+    (dict(unified_kv_gate=False), "sglang_unified_kv_reference"),
+    (dict(disable_radix_cache=False), "add --disable-radix-cache"),
+    (dict(page_size=128), "--page-size 128"),
+    (dict(speculative_algorithm="EAGLE"), "--speculative-algorithm EAGLE"),
+    (dict(disaggregation_mode="decode"), "--disaggregation-mode decode"),
+    (dict(dsv4_attn_backend="trtllm"), "--dsv4-attn-backend trtllm"),
+    (dict(enable_unified_memory=True), "--enable-unified-memory"),
+    (dict(pp_size=2), "--pp-size 2"),
+    (dict(attn_cp_size=2), "--attn-cp-size 2"),
+    (dict(dcp_size=2), "--dcp-size 2"),
+    (dict(enable_prefill_cp=True), "--enable-prefill-cp"),
+    (dict(enable_two_batch_overlap=True), "--enable-two-batch-overlap"),
+    (dict(enable_pdmux=True), "--enable-pdmux"),
+    (dict(use_ray=True), "--use-ray"),
+]
+
+
+@pytest.mark.parametrize("change, named", MISSING)
+def test_a_missing_condition_leaves_sglang_as_it_is(change, named):
+    decision = decide(ON, replace(GOOD, **change))
+    assert decision.state is State.INERT and len(decision.missing) == 1
+    assert named in decision.missing[0]
+
+
+@pytest.mark.parametrize("change, named", IN_THE_WAY)
+def test_an_obstacle_refuses_the_start(change, named):
+    decision = decide(ON, replace(GOOD, **change))
+    assert decision.state is State.REFUSED and len(decision.obstacles) == 1
+    assert named in decision.obstacles[0]
+
+
+def test_every_rule_has_a_case():
+    assert len(CONDITIONS) == len(MISSING) and len(OBSTACLES) == len(IN_THE_WAY)
+    changed = {name for change, _ in MISSING + IN_THE_WAY for name in change}
+    unused = {"reference_engine", "compress_state_dtype", "model_type"}
+    assert changed == {f.name for f in fields(HiSparseFacts)} - unused
+
+
+def test_engaged_and_off():
+    assert decide(ON, GOOD).state is State.ENGAGED
+    assert decide(ON, replace(GOOD, is_hip=False, reference_engine=True)).state is State.ENGAGED
+    assert decide(OFF, GOOD) == engage.Decision(State.INERT)
+
+
+def arguments(model_path, **options):
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(
+        model_path=str(model_path), device="cpu", page_size=256, skip_tokenizer_init=True, **options
+    )
+    args.resolve_once()
+    args.check_server_args()
+    return args
+
+
+class Rocm:
+    """SGLang's platform as its HiSparse validation sees it."""
+
+    is_hip = True
+
+
+@pytest.fixture
+def on_rocm(monkeypatch):
+    monkeypatch.setattr("sglang.srt.arg_groups.hisparse_hook.get_platform", Rocm)
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    monkeypatch.setenv("SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE", "0")
+    return lambda value: monkeypatch.setenv("SGLANG_UNIFIED_KV_HISPARSE", value)
+
+
+HISPARSE = {"enable_hisparse": True, "disable_radix_cache": True}
+WORDS = "--enable-hisparse is not supported with the unified-KV path on ROCm"
+
+
+def test_off_keeps_sglangs_refusal(model_path, on_rocm, switch):
+    switch("0")
+    with pytest.raises(ValueError, match=WORDS):
+        arguments(model_path, **HISPARSE)
+
+
+def test_on_lifts_it(model_path, on_rocm, switch):
+    switch("1")
+    assert arguments(model_path, **HISPARSE).enable_hisparse
+    from sglang.srt.layers.attention.dsv4.unified_kv_gate import is_unified_kv_triton
+
+    assert is_unified_kv_triton()
+
+
+@pytest.mark.parametrize(
+    "options, ours, theirs",
+    [
+        ({"disable_radix_cache": False}, "add --disable-radix-cache", "requires --disable-radix-"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode", WORDS),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap: not", WORDS),
+    ],
+)
+def test_what_is_not_supported_keeps_sglangs_words(
+    model_path, on_rocm, switch, options, ours, theirs
+):
+    switch("1")
+    with pytest.raises(engage.Refused) as refused:
+        arguments(model_path, **(HISPARSE | options))
+    assert ours in str(refused.value) and theirs in str(refused.value)
+
+
+def test_sglangs_other_checks_stay(model_path, on_rocm, switch):
+    switch("1")
+    with pytest.raises(ValueError, match="--enable-mixed-chunk"):
+        arguments(model_path, **HISPARSE, enable_mixed_chunk=True)
+
+
+def test_on_without_the_flag_says_so(model_path, switch):
+    switch("1")
+    with pytest.warns(RuntimeWarning, match="SGLANG_UNIFIED_KV_HISPARSE=1 has no effect.*--enable"):
+        arguments(model_path)
