@@ -40,7 +40,7 @@ def chunk_source(chunk, ring):
     return ASTSource(rows.gather_chunk_rows, signature, {"BLOCK": 1024})
 
 
-def plan_source(step, hot):
+def plan_source(step, hot=4096):
     types = {
         "*i32": [
             "top_k",
@@ -48,17 +48,17 @@ def plan_source(step, hot):
             "real",
             "tokens",
             "locations",
-            "marks",
+            "stamps",
+            "clocks",
+            "victims",
             "out",
-            "targets",
-            "counts",
         ],
         "*i64": ["requests", "cold", "sources"],
-        "*i16": ["order"],
-        "i32": [f"{of}_stride" for of in ("top_k", "slot", "cold", "marks", "out", "miss")],
+        "*i16": ["places"],
+        "i32": ["top_k_stride", "slot_stride", "positions", "out_stride", "miss_stride"],
     }
+    types["*i32"] += ["targets", "counts"]
     constants = {"K": 1024, "HOT": hot, "K_BLOCK": 1024, "STEP": step.value}
-    constants["HOT_BLOCK"] = 1 << (hot - 1).bit_length()
     return source_of(swap.plan_swap, types, constants)
 
 
@@ -85,11 +85,11 @@ SOURCES = {
     "chunk, packed": lambda: chunk_source(torch.uint8, torch.uint8),
     "chunk, states": lambda: chunk_source(torch.float32, torch.float32),
     "chunk, states from bf16": lambda: chunk_source(torch.bfloat16, torch.float32),
-    "swap plan": lambda: plan_source(swap.ALL, 4096),
-    "swap plan, large buffer": lambda: plan_source(swap.ALL, 16384),
-    "swap plan, first launch": lambda: plan_source(swap.MARK, 6144),
-    "swap plan, second launch": lambda: plan_source(swap.LOOK_UP, 6144),
-    "swap plan, third launch": lambda: plan_source(swap.PLACE, 6144),
+    "swap plan": lambda: plan_source(swap.ALL),
+    "swap plan, first launch": lambda: plan_source(swap.LOOK_UP),
+    "swap plan, second launch": lambda: plan_source(swap.SWEEP),
+    "swap plan, small buffer": lambda: plan_source(swap.SWEEP, hot=1024),
+    "swap plan, third launch": lambda: plan_source(swap.PLACE),
     "rows from the host": lambda: copy_source("*i32"),
     "rows to the host": lambda: copy_source("*i64"),
 }

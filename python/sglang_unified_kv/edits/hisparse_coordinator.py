@@ -78,8 +78,16 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
         if torch.device(self.device).type == "cpu":
             self.swap = TorchSwap(buffer, parts)
         else:
-            slots, positions = self.req_to_host_pool.shape
-            self.swap = TritonSwap(buffer, parts, top_k, slots, positions)
+            self.swap = TritonSwap(buffer, parts, top_k, len(self.req_to_host_pool))
+        self.residency = Residency.empty(
+            self.req_device_buffer_tokens,
+            self.req_device_buffer_token_locs,
+            buffer.rows,
+            self.req_to_host_pool.shape[1],
+        )
+        # The order that the base class keeps for its own kernel.
+        self._lru_init = self._lru_init[:0]
+        self.lru_slots = self.lru_slots[..., :0].contiguous()
 
     def admit_request_into_staging(self, req) -> None:
         """Save the prompt's rows, beside the schedule; the request decodes once they are on the host."""
@@ -94,6 +102,10 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
             self._save(host_rows, device_rows)
             finish.record()
         self.ack_staging_queue.append(HiSparseAct(start, finish, req))
+
+    def alloc_device_buffer(self, req) -> None:
+        super().alloc_device_buffer(req)
+        self.residency.begin(req.kv.req_pool_idx)
 
     def map_last_loc_to_buffer(
         self, seq_lens, out_cache_loc, req_pool_indices, seq_lens_cpu, req_pool_indices_cpu
@@ -156,11 +168,7 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
         self, req_pool_indices, compressed_seq_lens, top_k_result, layer_id, record_plan=False
     ) -> torch.Tensor:
         step = Step(top_k_result, compressed_seq_lens, req_pool_indices, self.num_real_reqs)
-        at = Residency(
-            self.req_device_buffer_tokens[layer_id],
-            self.req_device_buffer_token_locs[layer_id],
-            self.lru_slots[layer_id],
-        )
+        at = self.residency.layer(layer_id)
         return self.swap.swap_in(layer_id, step, at, self.req_to_host_pool)
 
     def destroy(self) -> None:

@@ -72,6 +72,7 @@ for _name, (_params, _fingerprint, _why) in {
         "bfb5af391b61ccad",
         "host memory is checked as a whole first; the tables of rows are built behind it",
     ),
+    "alloc_device_buffer": ("self, req", "7203e880ba0979f0", "what is hot of a new request"),
     "admit_request_into_staging": (
         "self, req",
         "5c43deb931826000",

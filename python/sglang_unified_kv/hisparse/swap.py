@@ -4,12 +4,18 @@
 
 Per layer and request slot there are
 
-``tokens``     int32 ``[slots, padded]``: the C4 position that each place of the hot buffer holds, -1 for none
+``tokens``     int32 ``[slots, padded]``: the C4 position that each place of the hot buffer holds
 ``locations``  int32 ``[slots, padded]``: the device row of each place; place ``hot`` is the newest row's
-``order``      int16 ``[slots, hot]``: places, the least recently read first
-``cold``       int64 ``[slots, positions]``: host row of each position; shared by all layers
+``places``     int16 ``[slots, positions]``: the place that holds each position, -1 for none
+``stamps``     int32 ``[slots, hot]``: the step that last read each place
+``clocks``     int32 ``[slots, 3]``: the hand, the step in which it began its lap, the last step
 
-A sequence of at most ``hot`` rows lies in its buffer as a whole, position ``t`` in place ``t``.
+and for all layers ``cold``, int64 ``[slots, positions]``: the host row of each position. A sequence of at
+most ``hot`` rows lies in its buffer as a whole, position ``t`` in place ``t``.
+
+A row that is missing takes a place that was not read in the hand's present lap, the first behind the hand, or
+else one that this step does not read. This is the clock algorithm: its work does not grow with the buffer, as
+that of keeping an exact order of reads would.
 """
 
 from __future__ import annotations
@@ -24,11 +30,42 @@ from .rows import HotBuffer
 
 
 class Residency(NamedTuple):
-    """What lies where in the hot buffers of one layer (see the module)."""
+    """What lies where in the hot buffers, of one layer or with a dimension of layers in front."""
 
     tokens: torch.Tensor
     locations: torch.Tensor
-    order: torch.Tensor
+    places: torch.Tensor
+    stamps: torch.Tensor
+    clocks: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls, tokens: torch.Tensor, locations: torch.Tensor, hot: int, positions: int
+    ) -> Residency:
+        """With ``tokens`` and ``locations`` ``[layers, slots, padded]`` of the caller."""
+        layers, slots, _ = tokens.shape
+        device = tokens.device
+        return cls(
+            tokens,
+            locations,
+            torch.full((layers, slots, positions), -1, dtype=torch.int16, device=device),
+            torch.zeros(layers, slots, hot, dtype=torch.int32, device=device),
+            torch.zeros(layers, slots, 3, dtype=torch.int32, device=device),
+        )
+
+    def layer(self, layer: int) -> Residency:
+        return Residency(*(tensor[layer] for tensor in self))
+
+    def begin(self, slot: int) -> None:
+        """A new request: position ``t`` is in place ``t``, in all layers. ``locations`` are the caller's."""
+        hot = self.stamps.shape[-1]
+        order = torch.arange(hot, dtype=torch.int32, device=self.tokens.device)
+        self.tokens[:, slot, :hot] = order
+        self.places[:, slot] = -1
+        held = min(hot, self.places.shape[-1])
+        self.places[:, slot, :held] = order[:held].to(torch.int16)
+        self.stamps[:, slot] = 0
+        self.clocks[:, slot] = 0
 
 
 class Step(NamedTuple):
@@ -95,27 +132,37 @@ class TorchSwap:
 
     def _swap_request(self, layer, out, top_k, length, slot, at, cold) -> None:
         hot, slot = self._buffer.rows, int(slot)
-        tokens, locations, order = (whole[slot] for whole in at)
+        tokens, locations, places, stamps, clocks = (whole[slot] for whole in at)
+        hand, lap, now = clocks.tolist()
+        now += 1
+        clocks[2] = now
         valid = (top_k >= 0) & (top_k < length)
         if length <= hot:
             out[valid] = locations[top_k[valid].long()]
             return
         out[valid & (top_k == length - 1)] = locations[hot]
         wanted = valid & (top_k < length - 1)
-        place_of = torch.full((length,), -1, dtype=torch.int64, device=top_k.device)
-        held = tokens[:hot].long()
-        place_of[held] = torch.arange(hot, device=top_k.device)
-        places = place_of[top_k.clamp(min=0, max=length - 1).long()]
-        hits, misses = wanted & (places >= 0), wanted & (places < 0)
-        out[hits] = locations[places[hits]]
+        place = places[top_k.clamp(min=0).long()].long()
+        hits, misses = wanted & (place >= 0), wanted & (place < 0)
+        out[hits] = locations[place[hits]]
+        stamps[place[hits]] = now
+        count = int(misses.sum())
+        if count == 0:
+            return
 
-        read = torch.zeros(hot, dtype=torch.bool, device=top_k.device)
-        read[places[hits]] = True
-        read = read[order.long()]
-        stale, recent = order[~read], order[read]
-        victims = stale[: int(misses.sum())]
-        order.copy_(torch.cat([stale[len(victims) :], victims, recent]))
-        victims = victims.long()
+        behind = (hand + torch.arange(min(2 * len(top_k), hot), device=top_k.device)) % hot
+        read = stamps[behind]
+        old, spare = (read < lap).nonzero()[:, 0], ((read >= lap) & (read < now)).nonzero()[:, 0]
+        taken = torch.cat([old, spare])[:count]
+        victims = behind[taken]
+        stamps[victims] = now
+        passed = hand + int(taken.max()) + 1
+        clocks[0] = passed % hot
+        if passed >= hot:
+            clocks[1] = now
+
+        places[tokens[victims].long()] = -1
+        places[top_k[misses].long()] = victims.to(torch.int16)
         tokens[victims] = top_k[misses]
         out[misses] = locations[victims]
         self.load(layer, cold[slot][top_k[misses].long()], out[misses].long())
@@ -139,7 +186,6 @@ class TritonSwap:
         parts: the kinds of rows; all move together, by the same plan.
         top_k: most rows that a step reads of a request.
         slots: most requests of a step.
-        positions: most rows of a sequence.
         one_launch: plan in one launch; None: unless torch is built for ROCm.
     """
 
@@ -152,14 +198,13 @@ class TritonSwap:
         parts: Sequence[Rows],
         top_k: int,
         slots: int,
-        positions: int,
         one_launch: bool | None = None,
     ):
         self._buffer, self._parts = buffer, parts
         self._device = parts[0].device[0].device
         self._one_launch = torch.version.hip is None if one_launch is None else one_launch
         # Fixed addresses: a CUDA graph holds them. Layers take their turns.
-        self._marks = torch.zeros(slots, positions, dtype=torch.int32, device=self._device)
+        self._victims = torch.zeros(slots, top_k, dtype=torch.int32, device=self._device)
         self._out = torch.full((slots, top_k), -1, dtype=torch.int32, device=self._device)
         self._sources = torch.zeros(slots, top_k, dtype=torch.int64, device=self._device)
         self._targets = torch.zeros(slots, top_k, dtype=torch.int32, device=self._device)
@@ -177,19 +222,16 @@ class TritonSwap:
         from ..kernels import swap
 
         n, k = step.top_k.shape
-        hot = self._buffer.rows
         out = self._out[:n, :k]
-        for part in (swap.ALL,) if self._one_launch else (swap.MARK, swap.LOOK_UP, swap.PLACE):
+        for part in (swap.ALL,) if self._one_launch else (swap.LOOK_UP, swap.SWEEP, swap.PLACE):
             swap.plan_swap[(n,)](
                 step.top_k,
                 step.lengths,
                 step.slots,
                 step.real,
-                at.tokens,
-                at.locations,
-                at.order,
+                *at,
                 cold,
-                self._marks,
+                self._victims,
                 out,
                 self._sources,
                 self._targets,
@@ -197,15 +239,13 @@ class TritonSwap:
                 step.top_k.stride(0),
                 at.tokens.stride(0),
                 cold.stride(0),
-                self._marks.stride(0),
                 out.stride(0),
                 self._sources.stride(0),
                 K=k,
-                HOT=hot,
+                HOT=self._buffer.rows,
                 K_BLOCK=_power_of_two(k),
-                HOT_BLOCK=_power_of_two(hot),
                 STEP=part.value,
-                num_warps=8 if hot <= 4096 else 16,
+                num_warps=8,
             )
         return out
 

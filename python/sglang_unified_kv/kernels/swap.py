@@ -8,7 +8,7 @@ nothing promises that a barrier orders a program's own stores (ROCm).
 import triton
 import triton.language as tl
 
-MARK, LOOK_UP, PLACE, ALL = (tl.constexpr(step) for step in range(4))
+LOOK_UP, SWEEP, PLACE, ALL = (tl.constexpr(step) for step in range(4))
 
 
 @triton.jit
@@ -19,88 +19,97 @@ def plan_swap(
     real,
     tokens,
     locations,
-    order,
+    places,
+    stamps,
+    clocks,
     cold,
-    marks,
+    victims,
     out,
     sources,
     targets,
     counts,
     top_k_stride,
     slot_stride,
-    cold_stride,
-    marks_stride,
+    positions,
     out_stride,
     miss_stride,
     K: tl.constexpr,
     HOT: tl.constexpr,
     K_BLOCK: tl.constexpr,
-    HOT_BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Grid ``(requests,)``; tensors as in ``hisparse/swap.py``. The positions of a request differ.
 
-    ``marks`` int32 ``[requests, marks_stride]`` is zero before and after.
+    Nothing here depends on the size of the hot buffer: a request touches what belongs to its positions and to
+    the ``2 * K`` places behind its hand.
     """
-    b = tl.program_id(0)
+    b = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, K_BLOCK)
-    out += b.to(tl.int64) * out_stride
+    out += b * out_stride
+    victims += b * miss_stride
     is_real = b < tl.load(real)
     slot = tl.load(requests + b, mask=is_real, other=0).to(tl.int64)
     length = tl.load(lengths + b, mask=is_real, other=0).to(tl.int32)
-    position = tl.load(top_k + b.to(tl.int64) * top_k_stride + k, mask=k < K, other=-1)
+    position = tl.load(top_k + b * top_k_stride + k, mask=k < K, other=-1)
     valid = (position >= 0) & (position < length)
-    locations += slot * slot_stride
     resident = length <= HOT
     newest = valid & (position == length - 1)
     wanted = valid & (position < length - 1) & (length > HOT)
 
     tokens += slot * slot_stride
-    order += slot * HOT
-    marks += b.to(tl.int64) * marks_stride
-    if (STEP == MARK) | (STEP == ALL):
-        tl.store(marks + position, k + 1, mask=wanted)
+    locations += slot * slot_stride
+    places += slot * positions
+    stamps += slot * HOT
+    clocks += slot * 3
+    now = tl.load(clocks + 2) + 1
+    if (STEP == LOOK_UP) | (STEP == ALL):
+        place = tl.load(places + position, mask=wanted, other=-1).to(tl.int32)
+        hit = wanted & (place >= 0)
+        known = tl.where(resident, position, tl.where(newest, HOT, place))
+        found = valid & (resident | newest | hit)
+        row = tl.load(locations + known, mask=found, other=-1)
+        tl.store(out + k, row, mask=(k < K) & (found | ~wanted))
+        tl.store(stamps + place, now, mask=hit)
+        tl.store(counts + b, tl.sum((wanted & ~hit).to(tl.int32), 0))
     if STEP == ALL:
         tl.debug_barrier()
-    if (STEP == LOOK_UP) | (STEP == ALL):
-        here = tl.where(resident, position, HOT)
-        known = tl.load(locations + here, mask=valid & (resident | newest), other=-1)
-        tl.store(out + k, known, mask=(k < K) & ~wanted)
-        if length > HOT:
-            h = tl.arange(0, HOT_BLOCK)
-            inside = h < HOT
-            place = tl.load(order + h, mask=inside, other=0).to(tl.int32)
-            held = tl.load(tokens + place, mask=inside, other=-1)
-            asked = tl.load(marks + held, mask=inside & (held >= 0), other=0)
-            hit = asked > 0
-            tl.store(out + asked - 1, tl.load(locations + place, mask=hit, other=0), mask=hit)
-            tl.store(marks + held, 0, mask=hit)
-            # Order: stale rows, then those that the misses take, then the hits.
-            hits = tl.sum(hit.to(tl.int32), 0)
-            kept = HOT - tl.sum(wanted.to(tl.int32), 0)
-            misses = HOT - hits - kept
-            nth_hit = tl.cumsum(hit.to(tl.int32), 0) - 1
-            nth_other = h - 1 - nth_hit
-            later = tl.where(nth_other < misses, kept + nth_other, nth_other - misses)
-            moved = tl.where(hit, HOT - hits + nth_hit, later)
-            # The sums above wait for every load of the order, so none comes behind this store.
-            tl.store(order + moved, place.to(tl.int16), mask=inside)
+    if (STEP == SWEEP) | (STEP == ALL):
+        misses = tl.load(counts + b)
+        if misses > 0:
+            hand = tl.load(clocks)
+            lap = tl.load(clocks + 1)
+            i = tl.arange(0, 2 * K_BLOCK)
+            swept = i < tl.minimum(2 * K, HOT)
+            behind = (hand + i) % HOT
+            read = tl.load(stamps + behind, mask=swept, other=now)
+            # Rows that nobody read since the hand began this lap; then those that this step does not read.
+            old = read < lap
+            spare = (read < now) & ~old
+            nth_spare = tl.sum(old.to(tl.int32), 0) + tl.cumsum(spare.to(tl.int32), 0) - 1
+            nth = tl.where(old, tl.cumsum(old.to(tl.int32), 0) - 1, nth_spare)
+            taken = (old | spare) & (nth < misses)
+            tl.store(victims + nth, behind, mask=taken)
+            tl.store(stamps + behind, now, mask=taken)
+            # The sums above wait for every load of the clock, so none comes behind these stores.
+            passed = hand + tl.max(tl.where(taken, i, -1), 0) + 1
+            tl.store(clocks, passed % HOT)
+            tl.store(clocks + 1, tl.where(passed >= HOT, now, lap))
     if STEP == ALL:
         tl.debug_barrier()
     if (STEP == PLACE) | (STEP == ALL):
-        missing = wanted & (tl.load(marks + position, mask=wanted, other=0) > 0)
+        missing = wanted & (tl.load(places + position, mask=wanted, other=0) < 0)
         nth = tl.cumsum(missing.to(tl.int32), 0) - 1
-        kept = HOT - tl.sum(wanted.to(tl.int32), 0)
-        victim = tl.load(order + kept + nth, mask=missing, other=0).to(tl.int32)
+        victim = tl.load(victims + nth, mask=missing, other=0)
         row = tl.load(locations + victim, mask=missing, other=0)
+        left = tl.load(tokens + victim, mask=missing, other=0)
+        tl.store(places + left, -1, mask=missing)
+        tl.store(places + position, victim.to(tl.int16), mask=missing)
         tl.store(tokens + victim, position, mask=missing)
         tl.store(out + k, row, mask=missing)
-        miss = b.to(tl.int64) * miss_stride + nth
-        source = tl.load(cold + slot * cold_stride + position, mask=missing, other=0)
-        tl.store(targets + miss, row, mask=missing)
-        tl.store(sources + miss, source, mask=missing)
-        tl.store(counts + b, tl.sum(missing.to(tl.int32), 0))
-        tl.store(marks + position, 0, mask=missing)
+        source = tl.load(cold + slot * positions + position, mask=missing, other=0)
+        tl.store(targets + b * miss_stride + nth, row, mask=missing)
+        tl.store(sources + b * miss_stride + nth, source, mask=missing)
+        tl.store(clocks + 2, now, mask=is_real)
 
 
 @triton.jit(do_not_specialize=["first_layer"])
