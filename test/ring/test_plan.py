@@ -1,13 +1,24 @@
 """The operator's calculator: its bytes are those of pools that exist, its sums those of the publication."""
 
+import contextlib
 import json
+import logging
+import os
 import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ring_objects import PAGE, sizer
+from sglang_unified_kv import engage
+from sglang_unified_kv.cli import app
+from sglang_unified_kv.cli.plan import _planner
 from sglang_unified_kv.config import RING_FIXES, load_settings
+from sglang_unified_kv.edits import ring_sizing
 from sglang_unified_kv.edits.planning import Planner
+from sglang_unified_kv.edits.pool_sizing import staging_bytes
+from sglang_unified_kv.reference.harness import prompt
 from sglang_unified_kv.reference.model import CONFIG
 from sglang_unified_kv.ring.capacity import (
     Machine,
@@ -15,8 +26,12 @@ from sglang_unified_kv.ring.capacity import (
     first_limits,
     fitted_budget,
     prompts,
+    running_pages,
+    stored_checkpoints,
+    stored_pages,
     warnings,
 )
+from typer.testing import CliRunner
 
 EAGLE = dict(
     speculative_algorithm="EAGLE",
@@ -43,34 +58,85 @@ def host_bytes(host_pool) -> int:
     return sum(b.nbytes for b in buffers if b is not None)
 
 
+def left_behind(engine, length: int, new: int) -> tuple[int, int, int, int]:
+    """Pages of a request at its fullest, then what it leaves: pages on device and host, checkpoints."""
+    allocator = engine.scheduler.token_to_kv_pool_allocator
+    everything = allocator.full_available_size()
+    low = [everything]
+    with engine.tap(lambda *_: low.append(allocator.full_available_size())):
+        engine.run(prompt(length, length), new)
+    engine.drain()
+    host = engine.tree.cache_controller.mem_pool_host
+    found = (
+        (everything - min(low)) // PAGE,
+        (everything - allocator.full_available_size()) // PAGE,
+        (host.size - host.available_size()) // PAGE,
+        len(engine.tree.checkpoints.store),
+    )
+    engine.flush()
+    return found
+
+
+def check_prompts(engine, sizes, lengths):
+    """The formulas against the engine: what speculation accepts beyond the last token may be stored too."""
+    for length, new in lengths:
+        peak, device, host, records = left_behind(engine, length, new)
+        # The step behind the last token is allocated under the overlap schedule alone.
+        lowest = running_pages(length, new - 1, 0)
+        assert lowest <= peak <= running_pages(length, new, sizes.ahead), (length, new)
+        most = new + max(sizes.ahead // 2 - 1, 0)
+        low, high = (stored_pages(length, n, sizes.pairs) for n in (new, most))
+        assert low <= device == host <= high, (length, new)
+        low, high = (stored_checkpoints(length, n, sizes.pairs, sizes.stride) for n in (new, most))
+        assert low <= records <= high, (length, new)
+
+
 @pytest.mark.parametrize(
-    "speculation",
-    [pytest.param({}, id="plain", marks=pytest.mark.slow), pytest.param(EAGLE, id="eagle")],
+    "speculation, lengths",
+    [
+        pytest.param({}, [(300, 10), (512, 1), (513, 2)], id="plain", marks=pytest.mark.slow),
+        pytest.param(EAGLE, [(512, 1), (507, 5)], id="eagle"),
+    ],
 )
-def test_figures_are_the_bytes_of_real_pools(make_engine, next_n_path, model_path, speculation):
+def test_figures_are_the_bytes_of_real_pools(
+    make_engine, next_n_path, model_path, speculation, lengths
+):
     model = next_n_path if speculation else model_path
     with make_engine(model=model, env={RING_FIXES: "1"}, **speculation) as engine:
         planner = Planner(engine.server_args)
-        tokens = engine.server_args.max_total_tokens
-        sizes = planner.sizes(1 << 32, Machine(4, 0, 100), load_settings())
+        cap = engine.server_args.max_total_tokens
+        sizes = planner.sizes(1 << 32, Machine(4, 0, 100), load_settings(), most=cap)
+        assert sizes.tokens == cap == engine.scheduler.max_total_num_tokens < sizes.tokens_fitting
+        assert sizes.tokens_scaled == cap
         pools = [engine.pool]
         if speculation:
             pools.append(engine.draft_runner.token_to_kv_pool)
-        assert sum(map(device_bytes, pools)) == sizes.fixed + planner.pool_bytes(tokens)
+        assert sum(map(device_bytes, pools)) == sizes.fixed + sizes.pools
         assert sizes.slots == engine.pool.num_req_slots
 
         cache = engine.tree
         entries = {e.name: e.host_pool for e in cache.host_pool_group.entries}
         records = entries.pop("deepseek_v4_c4_state")
-        pages = int(tokens // PAGE * engine.server_args.hicache_ratio)
-        assert sum(map(host_bytes, entries.values())) == pages * sum(sizes.host_page.values())
-        assert records.slots.nbytes == records.size * sizes.per_checkpoint
-        assert cache.checkpoints.mover.staging.nbytes == sizes.staging
+        bytes_by_pool = dict(sizes.host_bytes)
+        assert records.slots.nbytes == bytes_by_pool.pop("checkpoints")
+        assert sum(map(host_bytes, entries.values())) == sum(bytes_by_pool.values())
+        assert cache.checkpoints.mover.staging.nbytes == sizes.staging > 0
+        assert sizes.layers == (0, len(engine.pool.unified_kv_pool.kv_buffer))
 
-        left = (1 << 32) - sizes.fixed - sizes.staging - sizes.tokens * sizes.per_token
-        assert 0 <= left < PAGE * sizes.per_token, "the budget is not spent to the last page"
-        fewer = planner.sizes(1 << 32, Machine(4, 0, 100), load_settings(), running=8)
-        assert fewer.tokens < sizes.tokens
+        whole = planner.sizes(1 << 32, Machine(4, 0, 100), load_settings())
+        left = (1 << 32) - whole.fixed - whole.staging - whole.tokens * whole.per_token
+        assert 0 <= left < PAGE * whole.per_token, "the budget is not spent to the last page"
+        # Neither figure has the bytes of staging.
+        plain = planner.sizes((1 << 32) - whole.staging, Machine(4, 0, 100), load_settings())
+        engage.reset()
+        released = planner.sizes((1 << 32) - whole.staging, Machine(4, 0, 100), load_settings())
+        assert released.staging == 0 and plain.tokens < whole.tokens == released.tokens
+        assert plain.tokens_scaled < whole.tokens_scaled == released.tokens_scaled
+        check_prompts(engine, sizes, lengths)
+        fewer = planner.sizes(
+            (1 << 32) - whole.staging, Machine(4, 0, 100), load_settings(), running=8
+        )
+        assert fewer.tokens < released.tokens
 
 
 def test_a_budget_is_spent_to_the_last_page(make_engine):
@@ -84,6 +150,37 @@ def test_a_budget_is_spent_to_the_last_page(make_engine):
             planner.sizes(budget, Machine(4, 0, 100), load_settings(), running=8).tokens
             < sizes.tokens
         )
+        check_prompts(engine, sizes, [(255, 2), (256, 1), (257, 10)])
+
+
+@pytest.mark.slow
+def test_the_last_two_checkpoints_of_an_output_stay(make_engine):
+    for stride in ("1", "2"):
+        env = {RING_FIXES: "1", "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE": stride}
+        with make_engine(env=env) as engine:
+            sizes = Planner(engine.server_args).sizes(1 << 30, Machine(4, 0, 100), load_settings())
+            check_prompts(engine, sizes, [(300, 1300), (600, 168), (600, 169)])
+
+
+lengths = st.integers(1, 1 << 20)
+
+
+@given(length=lengths, new=lengths, ahead=st.integers(0, 64), pairs=st.booleans())
+def test_pages_of_a_request(length, new, ahead, pairs):
+    running, stored = running_pages(length, new, ahead), stored_pages(length, new, pairs)
+    assert running * PAGE >= length + new + ahead > (running - 1) * PAGE
+    assert stored * PAGE <= length + new - 1 - pairs < (stored + 1) * PAGE
+    assert running_pages(length, new + 1, ahead) - running in (0, 1)
+    assert stored <= running
+
+
+@given(length=lengths, new=lengths, pairs=st.booleans(), stride=st.integers(1, 16))
+def test_checkpoints_of_a_request(length, new, pairs, stride):
+    kept = stored_checkpoints(length, new, pairs, stride)
+    boundaries = range(stride, stored_pages(length, new, pairs) + 1, stride)
+    prompt_part = [b for b in boundaries if b * PAGE <= length]
+    output_part = [b for b in boundaries if b * PAGE > length]
+    assert kept == len(prompt_part) + len(output_part[-2:])
 
 
 PUBLISHED_SCALED, PUBLISHED_RING = 6_848_000, 12_569_600
@@ -94,16 +191,17 @@ def test_the_publications_capacity(running, error):
     """6,848,000 full tokens became 12,569,600. What it leaves open is the bytes for KV pools: fitted on the
     first number alone, they predict the second within these errors, by max running requests at DP 8."""
     with sizer(False, running=running) as configurator:
-        planner = object.__new__(Planner)
-        planner.configurator = configurator
         workers = configurator._resolve_max_running_requests_per_worker(0)
-        budget = fitted_budget(lambda size: planner.tokens_scaled(size, workers), PUBLISHED_SCALED)
+        budget = fitted_budget(
+            lambda size: Planner.tokens_scaled(configurator, size, workers), PUBLISHED_SCALED
+        )
         ring = configurator.calculate_pool_sizes(budget, PAGE).max_total_num_tokens
     assert ring / PUBLISHED_RING - 1 == pytest.approx(error, abs=0.002)
 
 
 def sizes_of(**changes) -> Sizes:
     base = dict(
+        layers=(0, 61),
         per_token=9000.0,
         per_slot=45e6,
         per_checkpoint=10**7,
@@ -111,28 +209,35 @@ def sizes_of(**changes) -> Sizes:
         fixed=10**9,
         pools=0,
         tokens=1000 * PAGE,
+        tokens_fitting=1000 * PAGE,
         tokens_scaled=0,
         slots=9,
         host_pages=2000,
         host_page={"rows": 10**6},
+        exact=True,
         records=500,
         stride=1,
+        pairs=False,
+        ahead=0,
     )
     return Sizes(**base | changes)
 
 
+REQUEST = 49 * PAGE, PAGE + 1
+"""50 pages and a token while it runs, 50 pages and checkpoints cached."""
+
+
 def test_what_runs_out_first():
-    # 50 pages and a token: the last page is computed anew.
-    held = prompts(sizes_of(), 50 * PAGE + 1)
+    held = prompts(sizes_of(), *REQUEST)
     assert held == {
-        "device tokens": 20,
+        "device tokens": 1000 // 51,
         "request slots": 8,
         "host pages": 40,
         "checkpoints": 10,
     }
     assert first_limits(held) == ("request slots", "checkpoints")
-    assert prompts(sizes_of(stride=4), 50 * PAGE + 1)["checkpoints"] == 500 // 12
-    assert first_limits(prompts(sizes_of(records=0, host_pages=0), 12_801)) == (
+    assert prompts(sizes_of(stride=4), *REQUEST)["checkpoints"] == 500 // 12
+    assert first_limits(prompts(sizes_of(exact=False, records=0, host_pages=0), *REQUEST)) == (
         "request slots",
         None,
     )
@@ -142,22 +247,23 @@ def test_what_runs_out_first():
     "changes, text",
     [
         ({"fixed": 11 * 10**9}, "9 request slots take 11.0 GB, 11% of the KV memory"),
-        ({"slots": 101}, "100 requests may run, but the device holds 20 prompts"),
-        ({"host_pages": 200_000}, "the host pools need 205.0 GB of 100.0 GB"),
-        ({}, "checkpoints run out before pages: 10 prompts of 12,801 tokens against 40"),
+        ({"slots": 101}, "100 requests may run, but the device holds 19 prompts"),
+        ({"tokens_fitting": 2000 * PAGE}, "--max-total-tokens leaves 2.3 GB of the KV memory"),
+        ({"host_shortfall": 1}, "the host pools need 7.0 GB of 100.0 GB"),
+        ({"records": 0}, "no checkpoint of 10.0 MB fits"),
+        ({}, "checkpoints run out before pages: 10 prompts of 12,544 tokens against 40"),
     ],
 )
 def test_warnings(changes, text):
-    found = warnings(sizes_of(**changes), Machine(288, 100, 100), 100 * 10**9, 50 * PAGE + 1)
+    found = warnings(sizes_of(**changes), Machine(288, 100, 100), 100 * 10**9, *REQUEST)
     assert any(text in line for line in found), found
 
 
 def test_no_warning_without_a_cause():
     sizes = sizes_of(records=2000)
-    assert warnings(sizes, Machine(288, 100, 100), 100 * 10**9, 50 * PAGE + 1) == []
+    assert warnings(sizes, Machine(288, 100, 100), 100 * 10**9, *REQUEST) == []
 
 
-MACHINE = ("--hbm-gb", "288", "--weights-gb", "125", "--host-gb", "250")
 LAUNCH = (
     "--attention-backend dsv4 --page-size 256 --max-running-requests 1024 --enable-hierarchical-cache "
     "--hicache-write-policy write_through --hicache-io-backend direct --hicache-mem-layout layer_first "
@@ -166,12 +272,46 @@ LAUNCH = (
 ).split()
 
 
-def run_plan(model, *options, machine=MACHINE, launch=LAUNCH):
-    command = [sys.executable, "-W", "ignore", "-m", "sglang_unified_kv.cli", "plan", *machine]
-    flags = ["--model-path", str(model), *launch]
-    return subprocess.run(
-        [*command, *options, "--", *flags], capture_output=True, text=True, timeout=300
-    )
+def command(model, *options, weights=125, host=250, flags=()) -> list[str]:
+    machine = ["--hbm-gb", "288", "--weights-gb", str(weights), "--host-gb", str(host)]
+    return ["plan", *machine, *options, "--", *launch(model), *flags]
+
+
+def launch(model) -> list[str]:
+    return ["--model-path", str(model), *LAUNCH]
+
+
+@contextlib.contextmanager
+def process_state():
+    """The command may change the process that it is all of."""
+    from sglang.srt.runtime_context import restore_context, snapshot_context
+
+    before, environment = snapshot_context(), dict(os.environ)
+    handlers = logging.root.handlers[:]
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        logging.root.handlers[:] = handlers
+        engage.reset()
+        restore_context(before)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def planned(*args, env=(), **kwargs):
+    """The command in this process: exit code and output."""
+    with process_state():
+        os.environ.pop("SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB", None)
+        os.environ.update(env)
+        done = CliRunner().invoke(app, command(*args, **kwargs), catch_exceptions=False)
+    return done.exit_code, " ".join(done.output.replace("│", " ").split())
+
+
+def report_of(*args, **kwargs) -> dict:
+    code, output = planned(args[0], "--json", *args[1:], **kwargs)
+    assert code == 0, output
+    return json.loads(output)
 
 
 @pytest.fixture(scope="module")
@@ -186,27 +326,89 @@ def pro(tmp_path_factory):
 
 def test_the_command_reports_and_draws(pro, tmp_path):
     picture = tmp_path / "capacity.png"
-    done = run_plan(pro, "--json", "--plot", str(picture))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "sglang_unified_kv.cli"]
+        + command(pro, "--json", "--plot", str(picture)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["per_token"] == pytest.approx(8918.0, abs=0.1)
     assert report["slots"] == 129 and report["tokens"] > 1.7 * report["tokens_scaled"]
     assert report["available"] == int((288 * 0.85 - 125) * 1e9)
     assert picture.read_bytes().startswith(b"\x89PNG")
-    table = run_plan(pro)
-    assert table.returncode == 0
-    assert (
-        f"{report['tokens']:,}" in table.stdout and "warning: checkpoints run out" in table.stdout
-    )
+    budget = {"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "0.1"}
+    code, table = planned(pro, env=budget)
+    assert code == 0
+    assert f"{report['tokens']:,}" in table and "warning: checkpoints run out" in table
 
 
-def test_what_cannot_be_planned_is_said(pro, model_path):
-    none_left = run_plan(
-        pro, machine=("--hbm-gb", "288", "--weights-gb", "250", "--host-gb", "250")
-    )
-    assert none_left.returncode == 2 and "--weights-gb 250" in none_left.stderr
-    for flag in (("--max-total-tokens", "100000"), ("--pp-size", "2")):
-        ignored = run_plan(pro, launch=(*LAUNCH, *flag))
-        assert ignored.returncode == 2 and f"{flag[0]} {flag[1]} is not" in ignored.stderr
-    no_model = run_plan("/nonexistent/model")
-    assert no_model.returncode == 2 and "SGLang rejects this" in no_model.stderr
+def test_too_little_host_memory_is_said(pro):
+    budget = {"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "120"}
+    whole = report_of(pro, env=budget, host=1000)
+    assert whole["host_shortfall"] == 0
+    needed = sum(whole["host_bytes"].values())
+    small = report_of(pro, env=budget, host=60)
+    assert small["host_bytes"] == whole["host_bytes"]
+    assert small["host_shortfall"] == needed - 60 * 10**9
+    said = f"the host pools need {needed / 1e9:.1f} GB of 60.0 GB"
+    assert any(said in line for line in small["warnings"]), small["warnings"]
+    # Without a budget checkpoints take a quarter of what the pages leave, which is nothing here.
+    none = report_of(pro, host=60)
+    assert none["records"] == 0 and none["host_shortfall"] > 0
+    assert any("no checkpoint of" in line for line in none["warnings"])
+
+
+def test_a_cap_on_tokens_is_planned(pro):
+    free = report_of(pro)
+    capped = report_of(pro, flags=("--max-total-tokens", "100100"))
+    assert capped["tokens"] == capped["tokens_scaled"] == 100100 // PAGE * PAGE
+    assert capped["tokens_fitting"] == free["tokens"]
+    assert any("--max-total-tokens leaves" in line for line in capped["warnings"])
+    assert capped["host_pages"] < free["host_pages"] / 100
+    more = report_of(pro, flags=("--max-total-tokens", str(1 << 30)))
+    assert more["tokens"] == free["tokens"] and more["warnings"] == free["warnings"]
+
+
+def test_the_fullest_pipeline_stage_is_planned(pro):
+    released = {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0"}
+    one = report_of(pro, env=released)
+    assert one["layers"] == [0, 61] and not one["exact"]
+    two = report_of(pro, env=released, flags=("--pp-size", "2"))
+    # The second half has 16 of the 30 C4 layers.
+    assert two["layers"] == [30, 61]
+    assert two["per_token"] == pytest.approx(one["per_token"] * 16 / 30, rel=0.01)
+    assert two["tokens"] / one["tokens"] == pytest.approx(30 / 16, rel=0.02)
+    uneven = {"SGLANG_PP_LAYER_PARTITION": "41,20"}
+    heavy = report_of(pro, env=released | uneven, flags=("--pp-size", "2"))
+    assert heavy["layers"] == [0, 41] and heavy["tokens"] < two["tokens"]
+    code, output = planned(pro, flags=("--pp-size", "2"))
+    assert code == 2 and "--pp-size 2: pipeline parallelism is not supported" in output
+
+
+def test_g6_the_cost_of_slots_is_without_staging(pro, caplog, monkeypatch):
+    with process_state():
+        planner, _, _ = _planner(launch(pro))
+        logging.disable(logging.NOTSET)
+        (sizer,) = planner.stages
+        sizer.requested_max_running_requests_per_worker = None
+        assert staging_bytes(sizer) > 10**7
+        # SGLang's own logging has taken pytest's handler from the root.
+        monkeypatch.setattr(ring_sizing.logger, "handlers", [caplog.handler])
+        sizer.calculate_pool_sizes(400 * 10**9, PAGE)
+        slots = sizer._resolve_max_running_requests_per_worker(400 * 10**9)
+        gigabytes = planner.fixed(sizer, slots) / 1e9
+    (line,) = [r.getMessage() for r in caplog.records if "is unset" in r.getMessage()]
+    assert f"take {gigabytes:.2f} GB of 400.00 GB" in line
+
+
+def test_what_cannot_be_planned_is_said(pro):
+    code, output = planned(pro, weights=250)
+    assert code == 2 and "--weights-gb 250" in output
+    code, output = planned(pro, flags=("--enable-deepseek-v4-fp4-indexer",))
+    assert code == 2 and "--enable-deepseek-v4-fp4-indexer is True" in output
+    assert "leave the flag out" in output
+    code, output = planned("/nonexistent/model")
+    assert code == 2 and "SGLang rejects this" in output
