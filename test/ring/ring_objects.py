@@ -52,9 +52,7 @@ class Pool(pools.DeepSeekV4TokenToKVPool):
 
 
 def request_slots(count: int) -> ReqToTokenPool:
-    return ReqToTokenPool(
-        size=count, max_context_len=32768, device="cpu", enable_memory_saver=False
-    )
+    return ReqToTokenPool(size=count, max_context_len=8192, device="cpu", enable_memory_saver=False)
 
 
 def allocator_of(fixes: bool, slots: int, tokens: int, ring: int | None = RING):
