@@ -1,6 +1,7 @@
 """The operator's calculator: its bytes are those of pools that exist, its sums those of the publication."""
 
 import contextlib
+import doctest
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from sglang_unified_kv.edits.planning import Planner
 from sglang_unified_kv.edits.pool_sizing import staging_bytes
 from sglang_unified_kv.reference.harness import prompt
 from sglang_unified_kv.reference.model import CONFIG
+from sglang_unified_kv.ring import capacity
 from sglang_unified_kv.ring.capacity import (
     Machine,
     Sizes,
@@ -154,12 +156,17 @@ def test_a_budget_is_spent_to_the_last_page(make_engine):
 
 
 @pytest.mark.slow
-def test_the_last_two_checkpoints_of_an_output_stay(make_engine):
-    for stride in ("1", "2"):
-        env = {RING_FIXES: "1", "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE": stride}
-        with make_engine(env=env) as engine:
-            sizes = Planner(engine.server_args).sizes(1 << 30, Machine(4, 0, 100), load_settings())
-            check_prompts(engine, sizes, [(300, 1300), (600, 168), (600, 169)])
+@pytest.mark.parametrize("stride, lengths", [("1", [(300, 730)]), ("2", [(600, 168), (600, 169)])])
+def test_the_last_two_checkpoints_of_an_output_stay(make_engine, stride, lengths):
+    env = {RING_FIXES: "1", "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE": stride}
+    with make_engine(env=env) as engine:
+        sizes = Planner(engine.server_args).sizes(1 << 30, Machine(4, 0, 100), load_settings())
+        check_prompts(engine, sizes, lengths)
+
+
+def test_examples():
+    result = doctest.testmod(capacity)
+    assert result.attempted >= 3 and result.failed == 0
 
 
 lengths = st.integers(1, 1 << 20)
