@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 from array import array
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from sglang.srt.disaggregation import decode
 from sglang.srt.layers.attention.dsv4 import unified_kv_gate
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator, is_swa_req_ring
@@ -54,9 +52,7 @@ class Pool(pools.DeepSeekV4TokenToKVPool):
 
 
 def request_slots(count: int) -> ReqToTokenPool:
-    return ReqToTokenPool(
-        size=count, max_context_len=32768, device="cpu", enable_memory_saver=False
-    )
+    return ReqToTokenPool(size=count, max_context_len=8192, device="cpu", enable_memory_saver=False)
 
 
 def allocator_of(fixes: bool, slots: int, tokens: int, ring: int | None = RING):
@@ -74,11 +70,11 @@ class Cached:
 
     LENGTH = 4096
 
-    def __init__(self, fixes, core, prompts, slots=8, tokens=256 * 1024, ring=RING):
+    def __init__(self, fixes, core, prompts, slots=8, tokens=256 * 1024, ring=RING, disable=False):
         self.allocator, self.slots = allocator_of(fixes, slots, tokens, ring)
         self.tree = UnifiedRadixCache(
             CacheInitParams(
-                disable=False,
+                disable=disable,
                 req_to_token_pool=self.slots,
                 token_to_kv_pool_allocator=self.allocator,
                 page_size=PAGE,
@@ -88,21 +84,21 @@ class Cached:
                 tree_core_backend=core,
             )
         )
-        self._ids = [
-            array("q", range(i * 100_000, i * 100_000 + self.LENGTH)) for i in range(prompts)
-        ]
-        for ids in self._ids:
+        self._prompts = prompts
+        for i in range(prompts):
             value = extend(self.allocator, self.LENGTH).to(torch.int64)
-            self.tree.insert(InsertParams(key=self._key(ids), value=value))
+            self.tree.insert(InsertParams(key=self.key(i), value=value))
 
-    def _key(self, ids) -> RadixKey:
+    def key(self, i: int) -> RadixKey:
+        """Tokens of prompt ``i``."""
+        ids = array("q", range(i * 100_000, i * 100_000 + self.LENGTH))
         return RadixKey(token_ids=ids, extra_key=None)
 
     def matched(self) -> int:
         """Tokens of all prompts that a request would find."""
         return sum(
-            self.tree.match_prefix(MatchPrefixParams(key=self._key(ids))).device_prefix_len
-            for ids in self._ids
+            self.tree.match_prefix(MatchPrefixParams(key=self.key(i))).device_prefix_len
+            for i in range(self._prompts)
         )
 
 
@@ -110,83 +106,6 @@ def extend(allocator, tokens: int):
     """Slots of a new request's first ``tokens``; None if there are not as many."""
     zero, length = torch.tensor([0]), torch.tensor([tokens])
     return allocator.alloc_extend(zero, zero, length, length, torch.tensor([-1]), tokens)
-
-
-class Prealloc:
-    """The queue of a decode node with ``running`` requests on ``slots`` slots."""
-
-    def __init__(self, fixes, slots, running, *, radix=False, retracted=0, new_tokens=4096):
-        self.allocator, rows = allocator_of(fixes, slots, 4 << 20)
-        rows.alloc_rows(running)
-
-        def request():
-            return SimpleNamespace(
-                rid="r",
-                origin_input_ids=[0] * 3000,
-                output_ids=[0] * 10,
-                return_logprob=False,
-                sampling_params=SimpleNamespace(max_new_tokens=new_tokens),
-            )
-
-        self.aborted: list = []
-        queue = self.queue = object.__new__(decode.DecodePreallocQueue)
-        queue.token_to_kv_pool = self.allocator._kvcache
-        queue.token_to_kv_pool_allocator = self.allocator
-        queue.num_reserved_decode_tokens = 512
-        queue.max_total_num_tokens = 4 << 20
-        queue.tree_cache = SimpleNamespace(
-            swa_evictable_size=lambda: 0,
-            evict_for_alloc=lambda params: None,
-            supports_prefix_sharing=lambda: True,
-        )
-        queue.transfer_queue = SimpleNamespace(queue=[])
-        queue.retracted_queue = [request() for _ in range(retracted)]
-        queue.scheduler = SimpleNamespace(
-            running_batch=SimpleNamespace(reqs=[request() for _ in range(running)]),
-            waiting_queue=[],
-            sliding_window_size=WINDOW,
-            last_batch=None,
-            enable_hisparse=False,
-            output_streamer=SimpleNamespace(
-                stream_output=lambda reqs, _: self.aborted.extend(reqs)
-            ),
-        )
-        self.request, self._radix = request(), radix
-
-    @contextlib.contextmanager
-    def _arguments(self):
-        disagg = SimpleNamespace(disaggregation_decode_enable_radix_cache=self._radix)
-        memory = SimpleNamespace(disable_radix_cache=not self._radix)
-        with (
-            mock.patch.object(decode, "get_disagg", lambda: disagg),
-            mock.patch.object(decode, "get_memory", lambda: memory),
-            mock.patch.object(decode, "prepare_abort", lambda *_, **__: None),
-        ):
-            yield
-
-    def admits(self) -> bool:
-        """Whether one more request is admitted, by the terms of ``pop_preallocated``."""
-        queue, request = self.queue, self.request
-        with self._arguments():
-            running = queue.scheduler.running_batch.reqs
-            retractable = sum(queue._swa_retractable_len(r) for r in running)
-            budget = queue._swa_tail_allocatable_token_budget(
-                retractable_tokens=sum(len(r.origin_input_ids) for r in running),
-                retractable_swa_tokens=retractable,
-            )
-            _, needed = queue._prealloc_required_tokens(request)
-            _, tail = queue._prealloc_kv_lens(request)
-            growing = tail + request.sampling_params.max_new_tokens - retractable
-            return queue._prealloc_reservation_fits(
-                4096,
-                max(needed, growing),
-                full_allocatable_tokens=1 << 20,
-                swa_allocatable_tokens=budget,
-            ) and (queue._reclaim_swa_tail_capacity(tail, "r", full_len=3000) is None)
-
-    def refuses_for_good(self) -> bool:
-        with self._arguments():
-            return self.queue._check_if_req_exceed_kv_capacity(self.request)
 
 
 RATIOS = [128, 128] + [4, 128] * 29 + [4]

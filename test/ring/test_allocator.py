@@ -5,6 +5,7 @@ import torch
 from ring_objects import PAGE, RING, Cached, allocator_of, extend
 from sglang.srt.mem_cache.allocator.hisparse import DeepSeekV4HiSparseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import is_swa_req_ring
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.prefill_budget import SWAPrefillBudget
 
@@ -95,6 +96,32 @@ def test_g5_the_tree_may_still_pair_slots():
     assert paged.translate_loc_from_full_to_swa(slots).tolist() == [700, 4095]
     paged.clear_full_to_swa_mapping(slots)
     assert paged.translate_loc_from_full_to_swa(slots).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("fixes", [False, True], ids=["stock", "fixed"])
+def test_g5_a_window_is_recovered_over_locked_rows(core, fixes):
+    """A tree that lost the window of a prompt in use is given the prompt again."""
+    cached = Cached(fixes, core, prompts=1)
+    key = cached.key(0)
+    tree, allocator = cached.tree, cached.allocator
+    matched = tree.match_prefix(MatchPrefixParams(key=key))
+    rows = tree.path_device_indices(matched.last_device_node)
+    windows, free = tree.swa_evictable_size(), allocator.full_available_size()
+    assert windows == Cached.LENGTH
+    tree.evict(EvictParams(swa_num_tokens=1))
+    assert tree.swa_evictable_size() == PAGE and allocator.full_available_size() == free
+    lock = tree.lock(matched.last_device_node)
+    again = extend(allocator, Cached.LENGTH).to(torch.int64)
+    tree.insert(InsertParams(key=key, value=again))
+    assert tree.swa_evictable_size() + tree.swa_protected_size() == windows
+    assert allocator.full_available_size() == free, "the new rows are given back"
+    matched = tree.match_prefix(MatchPrefixParams(key=key))
+    assert torch.equal(tree.path_device_indices(matched.last_device_node), rows)
+    tree.unlock(lock)
+    tree.sanity_check()
+    tree.evict(EvictParams(num_tokens=Cached.LENGTH))
+    assert allocator.full_available_size() == free + Cached.LENGTH
 
 
 @pytest.mark.parametrize("ring", [RING, None], ids=["ring", "paged"])

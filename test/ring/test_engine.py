@@ -6,13 +6,13 @@ from sglang_unified_kv.edits.ring_allocator import counted
 from sglang_unified_kv.reference.harness import prompt
 
 # One token more than four pages: under EAGLE the tree's entries are pairs of tokens.
-CACHED = [prompt(seed, 1025) for seed in range(3)]
+CACHED = [prompt(seed, 1025) for seed in range(2)]
 
 
 def under_load(engine) -> tuple[list[list[int]], list[int]]:
-    """Tokens of every request, and what is cached of three prompts after all slots were busy."""
+    """Tokens of every request, and what is cached of the prompts after all slots were busy."""
     outputs = [engine.run(ids, 2).output_ids for ids in CACHED]
-    busy = [engine.submit(prompt(10 + i, 300), 30) for i in range(4)]
+    busy = [engine.submit(prompt(10 + i, 100), 8) for i in range(4)]
     outputs += [done.output_ids for done in engine.run_many(*busy)]
     again = [engine.run(ids + prompt(20, 150), 2) for ids in CACHED]
     return outputs + [run.output_ids for run in again], [run.cached_tokens for run in again]
@@ -37,7 +37,7 @@ def stock(make_engine):
 
 def test_g1_stock_loses_pages_although_memory_is_free(stock):
     _, cached = stock
-    assert cached == [768] * 3
+    assert cached == [768] * 2
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_g1_stock_loses_pages_although_memory_is_free(stock):
 )
 def test_g1_with_the_fixes_every_page_is_found(make_engine, stock, exact, hicache):
     outputs, cached = run(make_engine, True, exact=exact, hicache=hicache)
-    assert cached == [1024] * 3
+    assert cached == [1024] * 2
     # Cold runs; what follows a hit differs in a released engine, which is what exact reuse is for.
-    assert outputs[:7] == stock[0][:7]
+    assert outputs[:6] == stock[0][:6]
 
 
 @pytest.mark.slow
@@ -67,4 +67,4 @@ def test_speculation_and_a_draft_pool(make_engine, next_n_path):
     )
     found = [run(make_engine, fixes, exact=True, **eagle) for fixes in (False, True)]
     assert found[0][0] == found[1][0]
-    assert found[1][1] == [1024] * 3
+    assert found[1][1] == [1024] * 2

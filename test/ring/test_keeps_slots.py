@@ -22,7 +22,7 @@ def fixes(request):
     return request.param
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(slots=st.integers(2, 64), taken=st.data())
 def test_availability_is_free_slots_times_cost(slots, taken):
     for fixes in (False, True):

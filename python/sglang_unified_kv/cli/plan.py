@@ -26,7 +26,11 @@ def plan(
     ],
     hbm_gb: Annotated[float, typer.Option(min=1, help="Memory of one GPU, 1e9 bytes.")],
     weights_gb: Annotated[
-        float, typer.Option(min=0, help="Weights and what else is resident on one GPU, 1e9 bytes.")
+        float,
+        typer.Option(
+            min=0,
+            help="Weights and what else is resident on one GPU (of the fullest stage), 1e9 bytes.",
+        ),
     ],
     host_gb: Annotated[
         float, typer.Option(min=1, help="Host memory free for one rank's caches, 1e9 bytes.")
@@ -34,6 +38,9 @@ def plan(
     prompt_tokens: Annotated[
         int, typer.Option(min=257, help="Length of the prompts to be counted.")
     ] = 50_000,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that each of them generates.")
+    ] = 1_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Write a picture of capacity over slots and stride here.")
@@ -47,19 +54,20 @@ def plan(
     from .doctor import _UPSTREAM_ERRORS
 
     try:
-        planner, settings, fraction = _planner(list(launch_flags))
+        planner, settings, args = _planner(list(launch_flags))
+        fraction = args.mem_fraction_static
         machine = Machine(hbm_gb, weights_gb, host_gb)
         available = machine.available(fraction)
         if available <= 0:
             raise typer.BadParameter(
                 f"--weights-gb {weights_gb} leaves nothing of {hbm_gb} GB x --mem-fraction-static {fraction}"
             )
-        sizes = planner.sizes(available, machine, settings)
+        sizes = planner.sizes(available, machine, settings, most=args.max_total_tokens)
         if plot is not None:
-            _plot(plot, planner, machine, settings, available)
+            _plot(plot, planner, machine, settings, available, args.max_total_tokens)
     except _UPSTREAM_ERRORS as error:
         raise typer.BadParameter(f"SGLang rejects this: {error}") from error
-    report = _report(sizes, machine, available, prompt_tokens)
+    report = _report(sizes, machine, available, prompt_tokens, new_tokens)
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -78,37 +86,41 @@ def _planner(flags: list[str]):
     load_plugins()
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import is_gfx95_supported
 
     from .. import engage
     from ..edits.planning import Planner
     from ..edits.server_args import facts_of
 
     args = prepare_server_args([*flags, "--device", "cpu"])
+    if args.enable_deepseek_v4_fp4_indexer and not is_gfx95_supported():
+        raise typer.BadParameter(
+            "--enable-deepseek-v4-fp4-indexer is True: SGLang knows the size of fp4 indexer keys on a gfx95 "
+            "GPU alone. Plan there, or leave the flag out: keys of 132 bytes instead of 68 are counted then, "
+            "so fewer tokens than will fit"
+        )
     args.resolve_once()
-    for flag, value, default in (
-        ("--max-total-tokens", args.max_total_tokens, None),
-        ("--pp-size", args.pp_size, 1),
-    ):
-        if value != default:
-            raise typer.BadParameter(f"{flag} {value} is not planned yet; leave it out")
     settings = load_settings()
     engage.engage(settings, facts_of(args))
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
-    return Planner(args), settings, args.mem_fraction_static
+    return Planner(args), settings, args
 
 
-def _report(sizes: Sizes, machine: Machine, available: int, length: int) -> dict[str, Any]:
-    held = prompts(sizes, length)
+def _report(
+    sizes: Sizes, machine: Machine, available: int, length: int, new: int
+) -> dict[str, Any]:
+    held = prompts(sizes, length, new)
     running, cached = first_limits(held)
     return asdict(sizes) | {
         "machine": asdict(machine),
         "available": available,
         "host_bytes": sizes.host_bytes,
         "prompt_tokens": length,
+        "new_tokens": new,
         "prompts": held,
         "limits_running": running,
         "limits_cached": cached,
-        "warnings": warnings(sizes, machine, available, length),
+        "warnings": warnings(sizes, machine, available, length, new),
     }
 
 
@@ -117,7 +129,10 @@ def _print(report: dict[str, Any]) -> None:
     table.add_column("what")
     table.add_column("value", justify="right")
     ring, scaled = report["tokens"], report["tokens_scaled"]
+    first, end = report["layers"]
+    request = f"{report['prompt_tokens']:,} + {report['new_tokens']:,} tokens"
     rows = [
+        ("layers", f"{first} to {end - 1}"),
         ("KV memory of the device", f"{report['available'] / GB:.2f} GB"),
         ("a cached token", f"{report['per_token']:.1f} bytes"),
         ("a request slot (rings, states)", f"{report['per_slot'] / 1e6:.2f} MB"),
@@ -135,10 +150,7 @@ def _print(report: dict[str, Any]) -> None:
             for name, size in report["host_bytes"].items()
         ),
         ("host memory in all", f"{sum(report['host_bytes'].values()) / GB:.2f} GB"),
-        *(
-            (f"prompts of {report['prompt_tokens']:,} tokens: {name}", f"{count:,}")
-            for name, count in report["prompts"].items()
-        ),
+        *((f"{request}: {name}", f"{count:,}") for name, count in report["prompts"].items()),
         ("running requests are limited by", report["limits_running"]),
         ("cached prompts are limited by", report["limits_cached"] or "-"),
     ]
@@ -150,7 +162,7 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"[yellow]warning:[/yellow] {line}")
 
 
-def _plot(path: Path, planner, machine: Machine, settings, available: int) -> None:
+def _plot(path: Path, planner, machine: Machine, settings, available: int, most) -> None:
     require_extra(Console(stderr=True), "matplotlib")
     import matplotlib
 
@@ -158,9 +170,11 @@ def _plot(path: Path, planner, machine: Machine, settings, available: int) -> No
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    asked = planner.configurator.requested_max_running_requests_per_worker or 256
+    asked = planner.stages[0].requested_max_running_requests_per_worker or 256
     counts = sorted({max(asked * step // 8, 1) for step in range(1, 17)})
-    found = [planner.sizes(available, machine, settings, running=count) for count in counts]
+    found = [
+        planner.sizes(available, machine, settings, running=count, most=most) for count in counts
+    ]
     left.plot(counts, [s.tokens / 1e6 for s in found], label="window sized by slots")
     left.plot(counts, [s.tokens_scaled / 1e6 for s in found], label="window sized by tokens")
     left.axvline(asked, color="grey", linewidth=0.8)
@@ -169,7 +183,7 @@ def _plot(path: Path, planner, machine: Machine, settings, available: int) -> No
     )
     left.legend()
     strides = (1, 2, 4, 8, 16)
-    one = planner.sizes(available, machine, settings, running=asked)
+    one = planner.sizes(available, machine, settings, running=asked, most=most)
     needed = [one.host_pages // stride * one.per_checkpoint / GB for stride in strides]
     pages = sum(one.host_page.values()) * one.host_pages / GB
     right.bar([str(s) for s in strides], needed, label="a checkpoint at every boundary")

@@ -149,35 +149,36 @@ def build_manager(
     return manager, host_pool
 
 
-def host_records(settings: Settings, slot_bytes: int, wanted: int, free: int | None = None) -> int:
-    """Records of the host pool: the budget flag, or ``wanted`` capped at a quarter of free host memory.
-
-    ``free`` is that memory in bytes, this machine's unless given.
+def host_records(settings: Settings, slot_bytes: int, wanted: int) -> int:
+    """Records of the host pool: :func:`budgeted_records` of this machine's free memory.
 
     Raises:
         ValueError: the budget holds no record, or exceeds what is free.
     """
-    free = host_memory_budget_bytes() if free is None else free
-    budget = settings.checkpoint_host_gb
-    if budget is None:
-        fitting = free // 4 // slot_bytes
-        if wanted > fitting:
-            logger.warning(
-                "The checkpoint host pool is capped at a quarter of free host memory: %d records instead "
-                "of %d (%.2f GB of %.2f GB free). Set SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB to choose.",
-                fitting,
-                wanted,
-                fitting * slot_bytes / 1e9,
-                free / 1e9,
-            )
-        records = min(max(wanted, 1), fitting)
-    else:
-        records = int(budget * 1e9 // slot_bytes)
+    free = host_memory_budget_bytes()
+    records = budgeted_records(settings, slot_bytes, wanted, free)
     if records < 1 or records * slot_bytes > free:
         raise ValueError(
-            f"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB={budget}: {records} records of "
+            f"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB={settings.checkpoint_host_gb}: {records} records of "
             f"{slot_bytes / 1e6:.3f} MB need {records * slot_bytes / 1e9:.3f} GB of "
             f"{free / 1e9:.2f} GB free host memory; at least one record must fit. Change the budget or "
             "reduce --hicache-ratio."
         )
     return records
+
+
+def budgeted_records(settings: Settings, slot_bytes: int, wanted: int, free: int) -> int:
+    """Records by the budget flag, or ``wanted`` capped at a quarter of ``free`` bytes; may not fit."""
+    if settings.checkpoint_host_gb is not None:
+        return int(settings.checkpoint_host_gb * 1e9 // slot_bytes)
+    fitting = free // 4 // slot_bytes
+    if wanted > fitting:
+        logger.warning(
+            "The checkpoint host pool is capped at a quarter of free host memory: %d records instead "
+            "of %d (%.2f GB of %.2f GB free). Set SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB to choose.",
+            fitting,
+            wanted,
+            fitting * slot_bytes / 1e9,
+            free / 1e9,
+        )
+    return min(max(wanted, 1), fitting)

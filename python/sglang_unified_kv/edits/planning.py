@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from .. import engage
 from ..checkpoint.record_format import HEADER_BYTES
 from ..config import Settings
-from ..ring.capacity import Machine, Sizes
-from .build import host_records, stride_of
+from ..ring.capacity import GB, Machine, Sizes
+from .build import budgeted_records, stride_of
 from .pool_sizing import layout_of, staging_bytes
 
 
@@ -18,73 +19,129 @@ class Planner:
     Args:
         server_args: resolved ``ServerArgs``, published for this process.
 
+    Attributes:
+        stages: a sizer for each pipeline stage; one without pipeline parallelism.
+
     Raises:
         ValueError: the model is no DeepSeek-V4 on unified KV.
     """
 
     def __init__(self, server_args):
         from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.distributed.utils import get_pp_indices
         from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator
         from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
         model = ModelConfig.from_server_args(server_args)
-        self.configurator = DSV4PoolConfigurator(
-            SimpleNamespace(
-                kv_cache_dtype_str="fp8_e4m3",
-                model_config=model,
-                spec_algorithm=SpeculativeAlgorithm.from_string(server_args.speculative_algorithm),
-                layer_info=SimpleNamespace(start_layer=0, end_layer=model.num_hidden_layers),
-                pp_size=1,
-                sliding_window_size=model.window_size,
-                page_size=server_args.page_size,
-                attn_dp_size=server_args.attn_dp_size,
-                spec_aux_config=None,
-            )
+        count = server_args.pp_size
+        self.layers = [
+            get_pp_indices(model.num_hidden_layers, stage, count) for stage in range(count)
+        ]
+        runner = dict(
+            kv_cache_dtype_str="fp8_e4m3",
+            model_config=model,
+            spec_algorithm=SpeculativeAlgorithm.from_string(server_args.speculative_algorithm),
+            pp_size=count,
+            sliding_window_size=model.window_size,
+            page_size=server_args.page_size,
+            attn_dp_size=server_args.attn_dp_size,
+            spec_aux_config=None,
+            mambaish_config=None,
         )
-        if not self.configurator._unified:
+        self.runner = SimpleNamespace(**runner)
+        self.stages = [
+            DSV4PoolConfigurator(
+                SimpleNamespace(
+                    **runner,
+                    layer_info=SimpleNamespace(start_layer=start, end_layer=end),
+                    pp_group=SimpleNamespace(rank_in_group=stage),
+                )
+            )
+            for stage, (start, end) in enumerate(self.layers)
+        ]
+        if not self.stages[0]._unified:
             raise ValueError(
                 "the plan is for unified KV: SGLANG_HACK_FLASHMLA_BACKEND=unified_kv_triton"
             )
 
     def sizes(
-        self, available: int, machine: Machine, settings: Settings, running: int | None = None
+        self,
+        available: int,
+        machine: Machine,
+        settings: Settings,
+        running: int | None = None,
+        most: int | None = None,
     ) -> Sizes:
-        """What fits into ``available`` device bytes with ``running`` requests (the flags', unless given)."""
-        from sglang.srt.runtime_context import get_memory
+        """What fits into ``available`` device bytes of each stage; the figures are the tightest stage's.
 
-        sizer = self.configurator
-        if running is not None:
-            sizer.requested_max_running_requests_per_worker = running
-        running = sizer._resolve_max_running_requests_per_worker(available)
-        staging = staging_bytes(sizer)
-        tokens = sizer.calculate_pool_sizes(available, sizer.page_size).max_total_num_tokens
-        engaged = engage.current() is not None
-        memory = get_memory()
-        ratio = memory.hicache_ratio if memory.enable_hierarchical_cache else 0
-        pages, stride = int(tokens // sizer.page_size * ratio), stride_of(settings)
+        Args:
+            available: device bytes for KV pools.
+            running: requests of a rank instead of the flags'.
+            most: full tokens that ``--max-total-tokens`` allows.
+        """
+        from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+        fitting = [self._fitting(stage, available, running) for stage in range(len(self.stages))]
+        tightest = min(range(len(fitting)), key=fitting.__getitem__)
+        sizer, tokens = self.stages[tightest], fitting[tightest]
+        if most is not None and most < tokens:
+            tokens = _capped(sizer, most)
+        running = self._running(tokens, running)
+        scaled = self.tokens_scaled(sizer, available, running)
+        pages, stride = self._host_pages(tokens), stride_of(settings)
         record = HEADER_BYTES + layout_of(sizer).record_bytes
-        host_page = self.host_page_bytes()
-        free = int(machine.host_gb * 1e9) - pages * sum(host_page.values())
+        host_page = self.host_page_bytes(sizer)
+        free = int(machine.host_gb * GB) - pages * sum(host_page.values())
         wanted = (pages or tokens // sizer.page_size) // stride
-        return Sizes(
+        exact = engage.current() is not None
+        found = Sizes(
+            layers=self.layers[tightest],
             per_token=sizer.bytes_per_full_token,
-            per_slot=(self.fixed(2 * running) - self.fixed(running)) / running,
+            per_slot=(self.fixed(sizer, 2 * running) - self.fixed(sizer, running)) / running,
             per_checkpoint=record,
-            staging=staging,
-            fixed=self.fixed(running),
-            pools=self.pool_bytes(tokens),
+            staging=staging_bytes(sizer),
+            fixed=self.fixed(sizer, running),
+            pools=self.pool_bytes(sizer, tokens),
             tokens=tokens,
-            tokens_scaled=self.tokens_scaled(available, running),
+            tokens_fitting=fitting[tightest],
+            tokens_scaled=scaled if most is None else min(scaled, _capped(sizer, most)),
             slots=sizer._get_num_req_slots(running),
             host_pages=pages,
             host_page=host_page,
-            records=host_records(settings, record, wanted, max(free, 0)) if engaged else 0,
+            exact=exact,
+            records=budgeted_records(settings, record, wanted, max(free, 0)) if exact else 0,
             stride=stride,
+            pairs=self.runner.spec_algorithm.is_eagle(),
+            ahead=get_alloc_reserve_per_decode() if sizer.is_speculative else 0,
         )
+        needed = sum(found.host_bytes.values())
+        return replace(found, host_shortfall=max(needed - int(machine.host_gb * GB), 0))
 
-    def fixed(self, running: int) -> int:
+    def _fitting(self, stage: int, available: int, running: int | None) -> int:
+        """Full tokens of a stage, as SGLang's sizer counts them."""
+        sizer = self.stages[stage]
+        if running is not None:
+            sizer.requested_max_running_requests_per_worker = running
+        return sizer.calculate_pool_sizes(available, sizer.page_size).max_total_num_tokens
+
+    def _running(self, tokens: int, running: int | None) -> int:
+        """Requests that get a slot, once the tokens are known."""
+        from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+        if running is None:
+            running = KVCacheConfigurator.resolve_max_num_reqs(self.runner, tokens)
+        return min(running, tokens // 2)
+
+    def _host_pages(self, tokens: int) -> int:
+        from sglang.srt.runtime_context import get_memory
+
+        memory = get_memory()
+        ratio = memory.hicache_ratio if memory.enable_hierarchical_cache else 0
+        return int(tokens // self.stages[0].page_size * ratio)
+
+    @staticmethod
+    def fixed(sizer, running: int) -> int:
         """Device bytes of the request slots: rings and compressor states."""
-        sizer = self.configurator
         return int(
             sizer._fixed_swa_bytes(running)
             - staging_bytes(sizer)
@@ -92,19 +149,19 @@ class Planner:
             + sizer._get_c128_state_fixed_bytes(running)
         )
 
-    def pool_bytes(self, tokens: int) -> int:
+    @staticmethod
+    def pool_bytes(sizer, tokens: int) -> int:
         """Device bytes of the rows of ``tokens``, and of the pages beside them that nobody is given."""
         from sglang.srt.mem_cache.deepseek_v4_memory_pool import _num_dsv4_physical_kv_pages
 
-        sizer = self.configurator
         page, keys = sizer.page_size, sizer.indexer_bytes_per_token * sizer.num_layers(4)
         rows = (tokens + page) * (sizer.bytes_per_full_token - keys / 4)
         key_pages = _num_dsv4_physical_kv_pages(tokens // 4, page // 4, page)
         return int(rows + key_pages * (page // 4) * keys)
 
-    def host_page_bytes(self) -> dict[str, int]:
+    @staticmethod
+    def host_page_bytes(sizer) -> dict[str, int]:
         """Bytes of one host page by pool: the compressed rows of 256 tokens, of all layers."""
-        sizer = self.configurator
         page, row = sizer.page_size, sizer._get_paged_kv_bytes_per_token(4)
         c4, c128 = sizer.num_layers(4), sizer.num_layers(128)
         return {
@@ -113,11 +170,18 @@ class Planner:
             "C128 rows": int(c128 * page // 128 * row),
         }
 
-    def tokens_scaled(self, available: int, running: int) -> int:
-        """Full tokens if windows and C4 states took ``--swa-full-tokens-ratio`` of every token's bytes."""
-        sizer = self.configurator
+    @staticmethod
+    def tokens_scaled(sizer, available: int, running: int) -> int:
+        """Full tokens if windows and C4 states took ``--swa-full-tokens-ratio`` of every token's bytes.
+
+        Checkpoint staging is subtracted here as it is from the ring's figure.
+        """
         inflation = getattr(sizer, "_spec_infl", 1.0)
         compressed = sizer._get_bytes_per_full_token() * inflation
         per_token = compressed + sizer.swa_ratio * sizer._get_bytes_per_swa_token() * inflation
-        left = available - sizer._get_c128_state_fixed_bytes(running)
+        left = available - sizer._get_c128_state_fixed_bytes(running) - staging_bytes(sizer)
         return max(int(left / per_token), 0) // sizer.page_size * sizer.page_size
+
+
+def _capped(sizer, most: int) -> int:
+    return sizer.calculate_pool_sizes_from_max_tokens(most, sizer.page_size).max_total_num_tokens

@@ -20,10 +20,14 @@ _NO_MAP = 2
 """Entries of what stands for the map; a real one has a page more than the pool has tokens."""
 
 
+def logical(allocator):
+    """``allocator``, or the one that it wraps if it is HiSparse's."""
+    return getattr(allocator, "logical_attn_allocator", allocator)
+
+
 def counted(allocator) -> bool:
     """Whether the fixes hold for ``allocator``, or for the one that a HiSparse allocator wraps."""
-    inner = getattr(allocator, "logical_attn_allocator", allocator)
-    return getattr(inner, _MARK, False)
+    return getattr(logical(allocator), _MARK, False)
 
 
 @RING.wrap(
@@ -170,9 +174,7 @@ def reclaim_slot(original, self, tree_cache, full_tokens, swa_tokens) -> str | N
     fingerprint="d4ec0c042987d3dd",
 )
 def is_swa_req_ring(original, allocator) -> bool:
-    return original(allocator) or (
-        counted(allocator) and original(getattr(allocator, "logical_attn_allocator", allocator))
-    )
+    return original(allocator) or (counted(allocator) and original(logical(allocator)))
 
 
 RING.member(

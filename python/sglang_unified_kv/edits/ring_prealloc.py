@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ring.accounting import prealloc_budget
-from .ring_allocator import FEATURE, counted
+from .ring_allocator import FEATURE, counted, logical
 from .series import RING
 
 _QUEUE = "sglang.srt.disaggregation.decode:DecodePreallocQueue"
@@ -53,12 +53,45 @@ def required(original, self, req) -> tuple[int, int]:
 @RING.wrap(
     f"{_QUEUE}._prealloc_reservation_fits",
     feature=FEATURE,
-    why="G2: admission adds all tokens that the request may generate to its window tail",
+    why="G2: admission adds all tokens that the request may generate to its window tail. G8: what counts as "
+    "evictable need not go, and upstream asserts that it did; a request that does not fit stays queued",
     params="self, full_tokens, swa_tokens, *, full_allocatable_tokens, swa_allocatable_tokens",
     fingerprint="9b0312497c60cfe0",
 )
 def fits(original, self, full_tokens, swa_tokens, **budgets) -> bool:
     allocator = self.token_to_kv_pool_allocator
-    if counted(allocator):
-        swa_tokens = allocator.swa_ring_cost_tokens
-    return original(self, full_tokens, swa_tokens, **budgets)
+    if not counted(allocator):
+        return original(self, full_tokens, swa_tokens, **budgets)
+    return original(
+        self, full_tokens, allocator.swa_ring_cost_tokens, **budgets
+    ) and _pages_are_free(self, full_tokens - self.num_reserved_decode_tokens)
+
+
+def _pages_are_free(queue, tokens: int) -> bool:
+    """Evict until ``tokens`` are free; False if that does not help.
+
+    Every caller asks for the pages it takes at once and the reserve for decode steps, or for more.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    allocator = logical(queue.token_to_kv_pool_allocator)
+    shortfall = tokens - allocator.full_available_size()
+    if shortfall > 0:
+        queue.tree_cache.evict_for_alloc(EvictParams(num_tokens=shortfall))
+    return allocator.full_available_size() >= tokens
+
+
+@RING.wrap(
+    f"{_QUEUE}.pre_allocated_token_counts",
+    feature=FEATURE,
+    why="sglang:prealloc_swa_token_usage counts a tail that crosses a page as two slots, and passes 1",
+    params="self",
+    fingerprint="e5c40eeed59e95e6",
+)
+def preallocated(original, self) -> tuple[int, int]:
+    full, tail = original(self)
+    allocator = self.token_to_kv_pool_allocator
+    if not counted(allocator):
+        return full, tail
+    waiting = sum(not entry.host_staged for entry in self.transfer_queue.queue)
+    return full, waiting * allocator.swa_ring_cost_tokens

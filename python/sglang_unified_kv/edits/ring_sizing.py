@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from ..ring.accounting import SlotBytes
+from .pool_sizing import staging_bytes
 from .ring_allocator import FEATURE, asked
 from .series import RING
 
@@ -73,7 +74,9 @@ def warn_of_slots(original, self, available_bytes, page_size):
         running = self._resolve_max_running_requests_per_worker(available_bytes)
         cost = SlotBytes(
             slots=self._get_num_req_slots(running),
+            # Staging is fixed too, and no slot's.
             fixed=self._fixed_swa_bytes(running)
+            - staging_bytes(self)
             + self._fixed_c4_state_bytes(running)
             + self._get_c128_state_fixed_bytes(running),
             available=available_bytes,

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
+from ..checkpoint.pending import KEPT_DECODE_CAPTURES
+from .accounting import DOMINANT_SHARE
+
 GB = 1e9
 PAGE = 256
 
@@ -34,6 +37,8 @@ class Sizes:
     """Bytes and capacities of one rank, from the functions that size the real pools.
 
     Attributes:
+        layers: first layer and one past the last of the pipeline stage that holds the fewest tokens; all
+            layers without pipeline parallelism.
         per_token: device bytes of a cached token.
         per_slot: device bytes of a request slot: rings and compressor states.
         per_checkpoint: host bytes of a checkpoint.
@@ -41,14 +46,20 @@ class Sizes:
         fixed: device bytes of all request slots.
         pools: device bytes of the cached tokens' pools.
         tokens: full tokens that the device caches.
-        tokens_scaled: the same if windows and C4 states were sized by tokens, as before the ring.
+        tokens_fitting: those that its memory has room for; more than ``tokens`` if a flag caps them.
+        tokens_scaled: ``tokens`` if windows and C4 states were sized by tokens, as before the ring.
         slots: request slots.
         host_pages: pages of HiCache's host pools, which have one page for every 256 tokens.
         host_page: bytes of a host page by pool.
+        exact: exact reuse is on, which needs room for at least one checkpoint.
         records: checkpoints of the host pool.
         stride: pages from checkpoint to checkpoint.
+        pairs: the tree's entries are pairs of tokens, as with EAGLE.
+        ahead: tokens that speculation allocates ahead of a running request.
+        host_shortfall: bytes that the host pools need beyond the machine's.
     """
 
+    layers: tuple[int, int]
     per_token: float
     per_slot: float
     per_checkpoint: int
@@ -56,12 +67,17 @@ class Sizes:
     fixed: int
     pools: int
     tokens: int
+    tokens_fitting: int
     tokens_scaled: int
     slots: int
     host_pages: int
     host_page: dict[str, int]
+    exact: bool
     records: int
     stride: int
+    pairs: bool
+    ahead: int
+    host_shortfall: int = 0
 
     @property
     def host_bytes(self) -> dict[str, int]:
@@ -70,21 +86,55 @@ class Sizes:
         return pools | {"checkpoints": self.records * self.per_checkpoint}
 
 
-def prompts(sizes: Sizes, length: int) -> dict[str, int]:
+def running_pages(length: int, new: int, ahead: int) -> int:
+    """Pages that a running request holds at its end.
+
+    Under the overlap schedule the step behind the last token is already allocated.
+
+    >>> running_pages(700, 68, 0), running_pages(700, 69, 0), running_pages(700, 61, 8)
+    (3, 4, 4)
+    """
+    return ceil((length + new + ahead) / PAGE)
+
+
+def stored_pages(length: int, new: int, pairs: bool) -> int:
+    """Whole pages that a finished request leaves in the tree.
+
+    Its last token was never computed, and an entry of the tree may be a pair of tokens. What speculation
+    accepted beyond ``new`` is stored too, a few tokens at most.
+
+    >>> stored_pages(700, 68, pairs=False), stored_pages(700, 69, pairs=False)
+    (2, 3)
+    """
+    return (length + new - 1 - pairs) // PAGE
+
+
+def stored_checkpoints(length: int, new: int, pairs: bool, stride: int) -> int:
+    """Checkpoints that a finished request leaves: all of its prompt, the last two of its output.
+
+    >>> stored_checkpoints(300, 800, pairs=False, stride=1)
+    3
+    """
+    kept = stored_pages(length, new, pairs) // stride
+    prompt = min(length // PAGE // stride, kept)
+    return prompt + min(kept - prompt, KEPT_DECODE_CAPTURES)
+
+
+def prompts(sizes: Sizes, length: int, new: int) -> dict[str, int]:
     """How many different prompts of ``length`` tokens each store holds, by what would run out.
 
-    The last page of a prompt is always computed anew, so it needs neither.
+    Requests run with ``new`` tokens of output, and are cached with it.
     """
-    pages = max(ceil(length / PAGE) - 1, 1)
     held = {
-        "device tokens": sizes.tokens // (pages * PAGE),
+        "device tokens": sizes.tokens // (running_pages(length, new, sizes.ahead) * PAGE),
         # One slot is SGLang's own, for padding.
         "request slots": sizes.slots - 1,
     }
     if sizes.host_pages:
-        held["host pages"] = sizes.host_pages // pages
-    if sizes.records:
-        held["checkpoints"] = sizes.records // max(pages // sizes.stride, 1)
+        held["host pages"] = sizes.host_pages // max(stored_pages(length, new, sizes.pairs), 1)
+    if sizes.exact:
+        kept = stored_checkpoints(length, new, sizes.pairs, sizes.stride)
+        held["checkpoints"] = sizes.records // max(kept, 1)
     return held
 
 
@@ -95,27 +145,38 @@ def first_limits(held: dict[str, int]) -> tuple[str, str | None]:
     return running, min(cached, key=held.__getitem__) if cached else None
 
 
-def warnings(sizes: Sizes, machine: Machine, available: int, length: int) -> list[str]:
+def warnings(sizes: Sizes, machine: Machine, available: int, length: int, new: int) -> list[str]:
     """What an operator should change, in plain words."""
     found = []
-    held = prompts(sizes, length)
-    if sizes.fixed > 0.1 * available:
+    held = prompts(sizes, length, new)
+    if sizes.fixed > DOMINANT_SHARE * available:
         found.append(
             f"{sizes.slots} request slots take {sizes.fixed / GB:.1f} GB, {sizes.fixed / available:.0%} of "
             "the KV memory; lower --max-running-requests to what you serve"
         )
+    if sizes.tokens < sizes.tokens_fitting:
+        unused = (sizes.tokens_fitting - sizes.tokens) * sizes.per_token
+        found.append(
+            f"--max-total-tokens leaves {unused / GB:.1f} GB of the KV memory unused: "
+            f"{sizes.tokens_fitting:,} tokens would fit"
+        )
     if held["device tokens"] < sizes.slots - 1:
         found.append(
             f"{sizes.slots - 1} requests may run, but the device holds {held['device tokens']} prompts of "
-            f"{length:,} tokens; the rest will wait or be retracted"
+            f"{length:,} tokens with {new:,} new ones; the rest will wait or be retracted"
         )
-    host = sum(sizes.host_bytes.values())
-    if host > machine.host_gb * GB:
+    if sizes.host_shortfall:
+        host = sum(sizes.host_bytes.values())
         found.append(
-            f"the host pools need {host / GB:.1f} GB of {machine.host_gb:.1f} GB; lower --hicache-ratio or "
-            "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
+            f"the host pools need {host / GB:.1f} GB of {machine.host_gb:.1f} GB, and the start would be "
+            "refused; lower --hicache-ratio or SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
         )
-    if "checkpoints" in held and "host pages" in held and held["checkpoints"] < held["host pages"]:
+    if sizes.exact and not sizes.records:
+        found.append(
+            f"no checkpoint of {sizes.per_checkpoint / 1e6:.1f} MB fits, and the start would be refused; "
+            "raise SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB or lower --hicache-ratio"
+        )
+    elif "checkpoints" in held and held["checkpoints"] < held.get("host pages", 0):
         found.append(
             f"checkpoints run out before pages: {held['checkpoints']} prompts of {length:,} tokens against "
             f"{held['host pages']}; raise SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB or "

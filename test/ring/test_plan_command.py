@@ -1,0 +1,167 @@
+"""``sglang-unified-kv plan``: what it prints, plans and refuses. Once as a process of its own."""
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+from ring_objects import PAGE
+from sglang_unified_kv import engage
+from sglang_unified_kv.cli import app
+from sglang_unified_kv.cli.plan import _planner
+from sglang_unified_kv.edits import ring_sizing
+from sglang_unified_kv.edits.pool_sizing import staging_bytes
+from sglang_unified_kv.reference.model import CONFIG
+from typer.testing import CliRunner
+
+LAUNCH = (
+    "--attention-backend dsv4 --page-size 256 --max-running-requests 1024 --enable-hierarchical-cache "
+    "--hicache-write-policy write_through --hicache-io-backend direct --hicache-mem-layout layer_first "
+    "--mem-fraction-static 0.85 --skip-tokenizer-init --tp-size 8 --attn-dp-size 8 "
+    "--cuda-graph-backend-prefill disabled"
+).split()
+
+
+def command(model, *options, weights=125, host=250, flags=()) -> list[str]:
+    machine = ["--hbm-gb", "288", "--weights-gb", str(weights), "--host-gb", str(host)]
+    return ["plan", *machine, *options, "--", *launch(model), *flags]
+
+
+def launch(model) -> list[str]:
+    return ["--model-path", str(model), *LAUNCH]
+
+
+@contextlib.contextmanager
+def process_state():
+    """The command may change the process that it is all of."""
+    from sglang.srt.runtime_context import restore_context, snapshot_context
+
+    before, environment = snapshot_context(), dict(os.environ)
+    handlers = logging.root.handlers[:]
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+        logging.root.handlers[:] = handlers
+        engage.reset()
+        restore_context(before)
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def planned(*args, env=(), **kwargs):
+    """The command in this process: exit code and output."""
+    with process_state():
+        os.environ.pop("SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB", None)
+        os.environ.update(env)
+        done = CliRunner().invoke(app, command(*args, **kwargs), catch_exceptions=False)
+    return done.exit_code, " ".join(done.output.replace("│", " ").split())
+
+
+def report_of(*args, **kwargs) -> dict:
+    code, output = planned(args[0], "--json", *args[1:], **kwargs)
+    assert code == 0, output
+    return json.loads(output)
+
+
+@pytest.fixture(scope="module")
+def pro(tmp_path_factory):
+    """DeepSeek-V4-Pro's layer pattern and cache widths."""
+    folder = tmp_path_factory.mktemp("pro")
+    layers = [128, 128] + [4, 128] * 29 + [4]
+    config = CONFIG | {"num_hidden_layers": 61, "compress_ratios": layers}
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
+    return folder
+
+
+def test_the_command_reports_and_draws(pro, tmp_path):
+    picture = tmp_path / "capacity.png"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "sglang_unified_kv.cli"]
+        + command(pro, "--json", "--plot", str(picture)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["per_token"] == pytest.approx(8918.0, abs=0.1)
+    assert report["slots"] == 129 and report["tokens"] > 1.7 * report["tokens_scaled"]
+    assert report["available"] == int((288 * 0.85 - 125) * 1e9)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    budget = {"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "0.1"}
+    code, table = planned(pro, env=budget)
+    assert code == 0
+    assert f"{report['tokens']:,}" in table and "warning: checkpoints run out" in table
+
+
+def test_too_little_host_memory_is_said(pro):
+    budget = {"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "120"}
+    whole = report_of(pro, env=budget, host=1000)
+    assert whole["host_shortfall"] == 0
+    needed = sum(whole["host_bytes"].values())
+    small = report_of(pro, env=budget, host=60)
+    assert small["host_bytes"] == whole["host_bytes"]
+    assert small["host_shortfall"] == needed - 60 * 10**9
+    said = f"the host pools need {needed / 1e9:.1f} GB of 60.0 GB"
+    assert any(said in line for line in small["warnings"]), small["warnings"]
+    # Without a budget checkpoints take a quarter of what the pages leave, which is nothing here.
+    none = report_of(pro, host=60)
+    assert none["records"] == 0 and none["host_shortfall"] > 0
+    assert any("no checkpoint of" in line for line in none["warnings"])
+
+
+def test_a_cap_on_tokens_is_planned(pro):
+    free = report_of(pro)
+    capped = report_of(pro, flags=("--max-total-tokens", "100100"))
+    assert capped["tokens"] == capped["tokens_scaled"] == 100100 // PAGE * PAGE
+    assert capped["tokens_fitting"] == free["tokens"]
+    assert any("--max-total-tokens leaves" in line for line in capped["warnings"])
+    assert capped["host_pages"] < free["host_pages"] / 100
+    more = report_of(pro, flags=("--max-total-tokens", str(1 << 30)))
+    assert more["tokens"] == free["tokens"] and more["warnings"] == free["warnings"]
+
+
+def test_the_fullest_pipeline_stage_is_planned(pro):
+    released = {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0"}
+    one = report_of(pro, env=released)
+    assert one["layers"] == [0, 61] and not one["exact"]
+    two = report_of(pro, env=released, flags=("--pp-size", "2"))
+    # The second half has 16 of the 30 C4 layers.
+    assert two["layers"] == [30, 61]
+    assert two["per_token"] == pytest.approx(one["per_token"] * 16 / 30, rel=0.01)
+    assert two["tokens"] / one["tokens"] == pytest.approx(30 / 16, rel=0.02)
+    uneven = {"SGLANG_PP_LAYER_PARTITION": "41,20"}
+    heavy = report_of(pro, env=released | uneven, flags=("--pp-size", "2"))
+    assert heavy["layers"] == [0, 41] and heavy["tokens"] < two["tokens"]
+    code, output = planned(pro, flags=("--pp-size", "2"))
+    assert code == 2 and "--pp-size 2: pipeline parallelism is not supported" in output
+
+
+def test_g6_the_cost_of_slots_is_without_staging(pro, caplog, monkeypatch):
+    with process_state():
+        planner, _, _ = _planner(launch(pro))
+        logging.disable(logging.NOTSET)
+        (sizer,) = planner.stages
+        sizer.requested_max_running_requests_per_worker = None
+        assert staging_bytes(sizer) > 10**7
+        # SGLang's own logging has taken pytest's handler from the root.
+        monkeypatch.setattr(ring_sizing.logger, "handlers", [caplog.handler])
+        sizer.calculate_pool_sizes(400 * 10**9, PAGE)
+        slots = sizer._resolve_max_running_requests_per_worker(400 * 10**9)
+        gigabytes = planner.fixed(sizer, slots) / 1e9
+    (line,) = [r.getMessage() for r in caplog.records if "is unset" in r.getMessage()]
+    assert f"take {gigabytes:.2f} GB of 400.00 GB" in line
+
+
+def test_what_cannot_be_planned_is_said(pro):
+    code, output = planned(pro, weights=250)
+    assert code == 2 and "--weights-gb 250" in output
+    code, output = planned(pro, flags=("--enable-deepseek-v4-fp4-indexer",))
+    assert code == 2 and "--enable-deepseek-v4-fp4-indexer is True" in output
+    assert "leave the flag out" in output
+    code, output = planned("/nonexistent/model")
+    assert code == 2 and "SGLang rejects this" in output
