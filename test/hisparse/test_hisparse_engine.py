@@ -94,7 +94,12 @@ def test_what_was_hot_comes_back_from_the_host(engine, resident, monkeypatch):
         rows = coordinator.req_to_device_buffer[slot, :BUFFER]
         for layer in coordinator.mem_pool_device.rows(0):
             layer[rows] = 0x3F
-        coordinator.req_device_buffer_tokens[:, slot, :BUFFER] = -1
+        # Every place is held by a position that this prompt does not have.
+        others = torch.arange(1000, 1000 + BUFFER)
+        at = coordinator.residency
+        at.tokens[:, slot, :BUFFER] = others
+        at.places[:, slot] = -1
+        at.places[:, slot, others] = torch.arange(BUFFER, dtype=torch.int16)
 
     monkeypatch.setattr(coordinator, "alloc_device_buffer", allocate_and_forget)
     assert run(engine, PROMPTS["top 1"]).same_bits(resident["top 1"])
