@@ -1,12 +1,14 @@
 """The exactness tests' tools, on a GPU (``SGLANG_UNIFIED_KV_REFERENCE_DEVICE=cuda``); elsewhere skipped."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from sglang_unified_kv.reference import harness
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "exact"))
+os.environ["SGLANG_UNIFIED_KV_HISPARSE"] = "1"
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("exact", "hisparse")]
 
 
 def pytest_collection_modifyitems(items):

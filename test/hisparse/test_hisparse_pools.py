@@ -58,7 +58,7 @@ def test_c4_alone_shrinks_and_the_device_pool_is_a_view(make_engine, fp8, ratio)
                 assert view.shape == (rows + PAGE, row_bytes[i])
                 assert view.data_ptr() == part[layer][rings:].data_ptr()
         # All rows have a place on the host, of all parts alike.
-        assert [pool.size for pool in coordinator._host_pools] == [TOKENS // 4] * len(buffers)
+        assert [pool.size for pool in coordinator.host_pools] == [TOKENS // 4] * len(buffers)
         assert engine.scheduler.max_total_num_tokens == TOKENS
         save_and_load(coordinator)
 

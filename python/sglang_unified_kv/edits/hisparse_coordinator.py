@@ -56,7 +56,7 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
         pages = -(-token_to_kv_pool_allocator.size_full // (RATIO * pool.page_size))
         check_host_memory(pool, pages)
         super().__init__(req_to_token_pool, token_to_kv_pool_allocator, top_k=top_k, **options)
-        self._host_pools = [self.mem_pool_host] + [
+        self.host_pools = [self.mem_pool_host] + [
             DeepSeekV4PagedHostPool(
                 pool_name="dsv4_hisparse_c4_rope",
                 device_buffers=part,
@@ -73,7 +73,7 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
                 device_table=host.device_ptrs.view(torch.int64),
                 host_table=host.data_ptrs.view(torch.int64),
             )
-            for i, host in enumerate(self._host_pools)
+            for i, host in enumerate(self.host_pools)
         ]
         if torch.device(self.device).type == "cpu":
             self.swap = TorchSwap(buffer, parts)
@@ -173,7 +173,7 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
 
     def destroy(self) -> None:
         super().destroy()
-        for host in self._host_pools[1:]:
+        for host in self.host_pools[1:]:
             host.destroy()
 
 

@@ -445,13 +445,19 @@ class InProcessEngine:
         """Unpin the host pools: the next engine may get the same pages, which CUDA pins only once."""
         self.scheduler.device_module.synchronize()
         group = getattr(self.tree, "host_pool_group", None)
+        pools = [entry.host_pool for entry in (group.entries if group else ())]
+        coordinator = self.scheduler.hisparse_coordinator
+        if coordinator is not None:
+            pools += coordinator.host_pools
         pinned = [
             buffer
-            for entry in (group.entries if group else ())
-            if getattr(entry.host_pool, "pin_memory", False)
-            for buffer in _tensors(getattr(entry.host_pool, "kv_buffer", None))
+            for pool in pools
+            if getattr(pool, "pin_memory", False)
+            for buffer in _tensors(getattr(pool, "kv_buffer", None))
         ]
         self.tree.release_host_resources()
+        if coordinator is not None:
+            coordinator.destroy()
         from sglang.srt.mem_cache.pool_host.common import _cuda_host_unregister
 
         for buffer in pinned:

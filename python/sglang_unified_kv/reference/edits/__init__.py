@@ -3,6 +3,7 @@
 from sglang_unified_kv.reference.edits import (
     attention,
     hicache,
+    hisparse,
     kernels,
     model,
     parallel,
@@ -10,4 +11,13 @@ from sglang_unified_kv.reference.edits import (
 )
 from sglang_unified_kv.reference.edits.series import SERIES
 
-__all__ = ["SERIES", "attention", "hicache", "kernels", "model", "parallel", "speculation"]
+__all__ = [
+    "SERIES",
+    "attention",
+    "hicache",
+    "hisparse",
+    "kernels",
+    "model",
+    "parallel",
+    "speculation",
+]
