@@ -67,6 +67,17 @@ def check(engine) -> None:
             assert coordinator.req_device_buffer_size[slot] == promises.buffer.padded
 
 
+@pytest.fixture
+def slow_saves(engine, monkeypatch):
+    """As on a GPU: rows are on their way to the host for some steps."""
+    coordinator = coordinator_of(engine)
+    chance = random.Random(0)
+    collect = coordinator.collect_ready_reqs
+    monkeypatch.setattr(
+        coordinator, "collect_ready_reqs", lambda: collect() if chance.random() < 0.3 else []
+    )
+
+
 def storm(engine, seed: int, arrivals: int) -> dict[str, int]:
     """Requests of all lengths, some aborted at a random moment; how the finished ones ended."""
     chance = random.Random(seed)
@@ -77,7 +88,10 @@ def storm(engine, seed: int, arrivals: int) -> dict[str, int]:
         if arrivals and chance.random() < 0.2:
             arrivals -= 1
             length = chance.choice([1, 3, 4, 255, 256, 2560, 2564, chance.randrange(1, limit)])
-            rid = engine.submit(prompt(arrivals, length), chance.choice([1, 2, 5, 90, 400]))
+            # SGLang admits the two kinds by different ways.
+            sampling = {"ignore_eos": chance.random() < 0.5}
+            tokens = chance.choice([1, 2, 5, 90, 400])
+            rid = engine.submit(prompt(arrivals, length), tokens, sampling=sampling)
             waiting[rid] = steps + chance.randrange(1, 400) if chance.random() < 0.3 else None
         engine.step()
         steps += 1
@@ -92,10 +106,54 @@ def storm(engine, seed: int, arrivals: int) -> dict[str, int]:
                 engine.abort(rid)
                 waiting[rid] = None
         assert steps < last_end + 2000 or not waiting, f"{len(waiting)} requests never finish"
-    engine.step()
-    engine.step()
+    for _ in range(3):
+        engine.step()
     assert_nothing_is_held(engine)
     return ends
+
+
+def saving(engine, monkeypatch, tokens):
+    """A request whose rows were on their way to the host while another one was computed."""
+    coordinator = coordinator_of(engine)
+    with monkeypatch.context() as held:
+        held.setattr(coordinator, "collect_ready_reqs", list)
+        rid = engine.submit(prompt(1, 700), tokens)
+        while not coordinator.has_ongoing_staging():
+            engine.step()
+        other = engine.submit(prompt(2, 300), 1)
+        engine.run_many(other)
+        for _ in range(2):
+            engine.step()
+    assert [act.req.rid for act in coordinator.ack_staging_queue] == [rid]
+    return rid
+
+
+def test_an_abort_reaches_a_request_on_its_way_to_the_host(engine, monkeypatch):
+    rid = saving(engine, monkeypatch, 300)
+    engine.abort(rid)
+    (output,) = engine.run_many(rid)
+    assert output.finish_reason["type"] == "abort" and len(output.output_ids) <= 2
+    for _ in range(3):
+        engine.step()
+    assert_nothing_is_held(engine)
+
+
+def test_a_pause_retracts_a_request_on_its_way_to_the_host(engine, monkeypatch):
+    from sglang.srt.managers.io_struct import (
+        ContinueGenerationReqInput,
+        PauseGenerationReqInput,
+    )
+
+    rid = saving(engine, monkeypatch, 20)
+    engine.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+    assert [req.rid for req in engine.scheduler.waiting_queue] == [rid]
+    assert_nothing_is_held(engine)
+    engine.scheduler.continue_generation(ContinueGenerationReqInput())
+    (output,) = engine.run_many(rid)
+    assert len(output.output_ids) == 20
+    for _ in range(3):
+        engine.step()
+    assert_nothing_is_held(engine)
 
 
 @pytest.fixture
@@ -121,6 +179,7 @@ def retracted(monkeypatch):
 
 
 @pytest.mark.parametrize("seed, arrivals", [(1, 60), pytest.param(2, 600, marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("slow_saves")
 def test_no_order_of_requests_crashes_wedges_or_leaks(
     engine, retracted, monkeypatch, seed, arrivals
 ):
@@ -154,6 +213,24 @@ def test_promises_are_the_schedulers_own_state(engine):
     assert {(4000, end) for end in (512, 1024, 3584, 4000)} <= seen
     assert promises.outstanding() == 0
     assert promises.left() == promises.region == region_rows(26112, 3, PAGE)
+
+
+def test_a_planned_chunk_has_no_rows_yet(engine, monkeypatch):
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+
+    promises = promises_of(engine.scheduler.token_to_kv_pool_allocator)
+    left, add = [], PrefillAdder.add_chunked_req
+
+    def noted(self, req):
+        left.append(promises.left())
+        result = add(self, req)
+        left.append(promises.left())
+        return result
+
+    monkeypatch.setattr(PrefillAdder, "add_chunked_req", noted)
+    engine.run_many(engine.submit(prompt(1, 1500), 1))
+    engine.step()
+    assert left and set(left) == {promises.region - promises.buffer.of_life(1500)}
 
 
 sizes = st.integers(0, 40000)

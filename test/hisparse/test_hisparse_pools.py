@@ -59,7 +59,10 @@ def test_c4_alone_shrinks_and_the_device_pool_is_a_view(make_engine, fp8, ratio)
                 assert view.data_ptr() == part[layer][rings:].data_ptr()
         # All rows have a place on the host, of all parts alike.
         assert [pool.size for pool in coordinator.host_pools] == [TOKENS // 4] * len(buffers)
+        allocator = engine.scheduler.token_to_kv_pool_allocator
         assert engine.scheduler.max_total_num_tokens == TOKENS
+        # Logical, though the device holds a fraction.
+        assert allocator.available_size() == allocator.full_available_size() == TOKENS
         save_and_load(coordinator)
 
 
@@ -94,6 +97,10 @@ def refused(make_engine, match, config=None, **server_args):
         (
             {"top_k": 512, "device_buffer_size": 520},
             "device_buffer_size=520: it must be a multiple",
+        ),
+        (
+            {"top_k": 512, "device_buffer_size": 512, "host_to_device_ratio": 1.5},
+            "host_to_device_ratio=1.5: it must be an integer",
         ),
         ({"top_k": 256, "device_buffer_size": 256}, "device_buffer_size=256: .* index_topk=512"),
         (

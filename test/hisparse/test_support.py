@@ -30,6 +30,11 @@ GOOD = HiSparseFacts(
     enable_two_batch_overlap=False,
     enable_pdmux=False,
     enable_prefill_cp=False,
+    enable_streaming_session=False,
+    enable_session_radix_cache=False,
+    enable_encoder_swa_bounded_replay=False,
+    enable_decoder_swa_bounded_replay=False,
+    cuda_graph_backend_prefill="disabled",
     use_ray=False,
 )
 MISSING = [
@@ -52,6 +57,11 @@ IN_THE_WAY = [
     (dict(enable_prefill_cp=True), "--enable-prefill-cp"),
     (dict(enable_two_batch_overlap=True), "--enable-two-batch-overlap"),
     (dict(enable_pdmux=True), "--enable-pdmux"),
+    (dict(enable_streaming_session=True), "--enable-streaming-session"),
+    (dict(enable_session_radix_cache=True), "--enable-session-radix-cache"),
+    (dict(enable_encoder_swa_bounded_replay=True), "--enable-encoder-swa-bounded-replay"),
+    (dict(enable_decoder_swa_bounded_replay=True), "--no-enable-decoder-swa-bounded-replay"),
+    (dict(cuda_graph_backend_prefill="breakable"), "--cuda-graph-backend-prefill breakable"),
     (dict(use_ray=True), "--use-ray"),
 ]
 

@@ -115,6 +115,20 @@ def test_doctor_would_be_refused(doctor):
     }
 
 
+HISPARSE = REFERENCE | {"SGLANG_UNIFIED_KV_HISPARSE": "1"}
+
+
+def test_doctor_of_hisparse(doctor):
+    report = doctor("--enable-hisparse", "--disable-radix-cache", environ=HISPARSE, code=0)
+    assert (report["feature"], report["decision"]) == ("HiSparse", "engaged")
+    report = doctor("--disable-radix-cache", environ=HISPARSE, code=1)
+    assert report["decision"] == "inert"
+    assert failed(report) == {"conditions": ["--enable-hisparse"]}
+    report = doctor("--enable-hisparse", environ=HISPARSE, code=1)
+    (reason,) = failed(report)["launch flags"]
+    assert "SGLang rejects them: " in reason and "add --disable-radix-cache" in reason
+
+
 def test_doctor_reports_what_sglang_itself_rejects(doctor):
     assert "launch flags" in failed(doctor("--no-such-flag", code=1))
     report = doctor(HICACHE, "--chunked-prefill-size", "100", code=1)

@@ -171,10 +171,12 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     # The flags may carry a setting, so it is read again.
     settings = load_settings()
     report.settings = settings.model_dump()
-    if facts.enable_hisparse and settings.hisparse:
-        # SGLang's validation, which decides it, has passed; what it finds is above.
-        report.feature, report.decision = "HiSparse", engage.State.ENGAGED.value
-        _judge(report, hisparse_missing(server_args), (), facts)
+    if settings.hisparse and (facts.enable_hisparse or not engage.on(settings)):
+        # What stands in its way SGLang's validation has said above.
+        missing = hisparse_missing(server_args)
+        state = engage.State.INERT if missing else engage.State.ENGAGED
+        report.feature, report.decision = "HiSparse", state.value
+        _judge(report, missing, (), facts)
         return
     report.decision = engage.decide(settings, facts).state.value
     _judge(

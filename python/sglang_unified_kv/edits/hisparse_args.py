@@ -77,6 +77,7 @@ def _facts_of(server_args):
         "speculative_algorithm": None
         if cfg.speculative_algorithm in (None, "NONE")
         else cfg.speculative_algorithm,
+        "cuda_graph_backend_prefill": cfg.cuda_graph_config.prefill.backend,
     }
     copied = {f.name for f in fields(HiSparseFacts)} - set(gathered)
     return HiSparseFacts(**gathered, **{name: getattr(cfg, name) for name in copied})

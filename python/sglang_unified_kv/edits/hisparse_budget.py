@@ -12,24 +12,21 @@ class HiSparsePrefillBudget(SWAPrefillBudget):
 
     def __init__(self, allocator, tree_cache, **kwargs):
         super().__init__(allocator, tree_cache, **kwargs)
-        promises = promises_of(allocator)
-        self._buffer = promises.buffer
-        self._rows = promises.left()
-        self._asked = 0
+        self._promises = promises_of(allocator)
+        self._reserved = self._asked = 0
 
-    def has_capacity(self) -> bool:
-        return super().has_capacity() and self._rows >= self._buffer.padded
+    def _fits(self, prompt_tokens: int) -> bool:
+        self._asked = self._promises.buffer.of_life(prompt_tokens)
+        return self._asked <= self._promises.left() - self._reserved
 
     def check_prefill(self, *, input_tokens, **request):
-        self._asked = self._buffer.of_life(input_tokens)
-        if self._asked > self._rows:
+        if not self._fits(input_tokens):
             return False, None
         return super().check_prefill(input_tokens=input_tokens, **request)
 
     def can_allocate_prefill(self, *, extend_input_len, **request) -> bool:
         # Nothing is cached, so a request that is not yet running extends by all of its tokens.
-        self._asked = self._buffer.of_life(extend_input_len)
-        return self._asked <= self._rows and super().can_allocate_prefill(
+        return self._fits(extend_input_len) and super().can_allocate_prefill(
             extend_input_len=extend_input_len, **request
         )
 
@@ -44,4 +41,4 @@ class HiSparsePrefillBudget(SWAPrefillBudget):
         )
         # A continued request was promised its rows with its first chunk.
         if not is_chunked_continuation:
-            self._rows -= self._asked
+            self._reserved += self._asked

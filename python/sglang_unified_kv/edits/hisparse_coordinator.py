@@ -78,7 +78,9 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
         if torch.device(self.device).type == "cpu":
             self.swap = TorchSwap(buffer, parts)
         else:
-            self.swap = TritonSwap(buffer, parts, top_k, len(self.req_to_host_pool))
+            # Data-parallel attention pads a batch to a multiple of its ranks.
+            slots = -(-len(self.req_to_host_pool) // 64) * 64
+            self.swap = TritonSwap(buffer, parts, top_k, slots)
         self.residency = Residency.empty(
             self.req_device_buffer_tokens,
             self.req_device_buffer_token_locs,
@@ -122,17 +124,14 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
             [completing, [slots[i] for i in completing], places], torch.device(self.device)
         )
         rows = self.req_to_device_buffer[slot, place]
-        self.req_device_buffer_token_locs[:, slot, hot] = rows.to(torch.int32)
         logical = self.token_to_kv_pool_allocator.get_last_loc_compressed(out_cache_loc[index])
         self.mem_pool_device.full_to_hisparse_device_index_mapping[logical] = rows
 
     def _save_completed(self, lengths: list[int], slots: list[int]) -> None:
         device, host = [], []
         for length, slot in zip(lengths, slots, strict=True):
-            if self._skip_first_backup[slot]:
-                # The first step behind the prompt, all of whose rows are saved.
-                self._skip_first_backup[slot] = False
-            elif (length - 1) % RATIO == 0:
+            # Once more behind the prompt, whose rows are all saved: the same row to the same place.
+            if (length - 1) % RATIO == 0:
                 position = (length - 1) // RATIO - 1
                 host.append(self._host_rows(slot, position, 1))
                 device.append((slot, min(position, self.device_buffer_size)))

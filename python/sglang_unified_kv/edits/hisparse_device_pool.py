@@ -52,4 +52,4 @@ class UnifiedC4DevicePool(HiSparseC4DevicePool):
         before it.
         """
         rows = self._translate_loc_to_hisparse_device(compressed.long().clamp(min=0))
-        return (rows.clamp(min=0) + self._rings).to(compressed.dtype)
+        return (rows + self._rings).to(compressed.dtype)

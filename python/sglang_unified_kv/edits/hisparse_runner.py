@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ..hisparse.rows import Prefill
 from .hisparse_allocator import promises_of
@@ -45,25 +46,61 @@ def follow_scheduler(original, self) -> None:
 def prefills_of(scheduler) -> Iterator[Prefill]:
     """Admitted requests without a hot buffer: in chunks, in flight, or on their way to the host."""
     coordinator = scheduler.hisparse_coordinator
-    requests = [act.req for act in coordinator.ack_staging_queue]
-    if scheduler.chunked_req is not None:
-        requests.append(scheduler.chunked_req)
+    requests = [] if scheduler.chunked_req is None else [scheduler.chunked_req]
     for batch in scheduler._collect_inflight_batches():
         if batch is not None:
             requests += batch.reqs
     for req in {id(req): req for req in requests}.values():
         slot = req.kv.req_pool_idx
         if slot is not None and not coordinator.req_device_buffer_size[slot]:
-            yield Prefill(len(req.full_untruncated_fill_ids), req.extend_end)
+            yield Prefill(len(req.full_untruncated_fill_ids), req.kv.kv_allocated_len)
 
 
-HISPARSE_SERIES.relies_on(
+class Saving(NamedTuple):
+    """The requests on their way to the host, which SGLang has in no batch."""
+
+    reqs: list
+
+
+@HISPARSE_SERIES.wrap(
     "sglang.srt.managers.scheduler:Scheduler._collect_inflight_batches",
     feature=FEATURE,
-    why="the batch whose results the overlap schedule has not looked at",
+    why="an abort or a timeout is lost on requests whose rows are on their way to the host",
     params="self",
     fingerprint="70fe3c9b36398700",
 )
+def inflight_batches(original, self) -> list:
+    batches = original(self)
+    if promises_of(self.token_to_kv_pool_allocator) is None:
+        return batches
+    return [*batches, Saving([act.req for act in self.hisparse_coordinator.ack_staging_queue])]
+
+
+@HISPARSE_SERIES.wrap(
+    "sglang.srt.managers.scheduler:Scheduler.pause_generation",
+    feature=FEATURE,
+    why="requests on their way to the host keep what old weights computed",
+    params="self, recv_req",
+    fingerprint="c6c55b22c6b4242b",
+)
+def pause_generation(original, self, recv_req) -> None:
+    original(self, recv_req)
+    if recv_req.mode != "retract" or promises_of(self.token_to_kv_pool_allocator) is None:
+        return
+    from sglang.srt.managers.schedule_batch import retract_all
+
+    saving = [act.req for act in self.hisparse_coordinator.ack_staging_queue]
+    retract_all(
+        reqs=saving,
+        req_to_token_pool=self.req_to_token_pool,
+        token_to_kv_pool_allocator=self.token_to_kv_pool_allocator,
+        tree_cache=self.tree_cache,
+        hisparse_coordinator=self.hisparse_coordinator,
+        offload_kv=False,
+    )
+    for req in saving:
+        self._add_request_to_queue(req)
+
 
 for _name, (_params, _fingerprint, _why) in {
     "__init__": (

@@ -24,9 +24,16 @@ def region_rows(full_tokens: int, ratio: int, page: int) -> int:
         full_tokens: logical tokens of the pool.
         ratio: ``host_to_device_ratio``, tokens on the host for each on the device.
 
+    Raises:
+        ValueError: the ratio is no integer of at least 1.
+
     >>> region_rows(full_tokens=65536, ratio=4, page=64)
     4096
     """
+    if not isinstance(ratio, int) or ratio < 1:
+        raise ValueError(
+            f"--hisparse-config host_to_device_ratio={ratio!r}: it must be an integer of at least 1"
+        )
     return full_tokens // (RATIO * ratio) // page * page
 
 

@@ -39,6 +39,11 @@ class HiSparseFacts(EnvironmentFacts):
     enable_two_batch_overlap: bool
     enable_pdmux: bool
     enable_prefill_cp: bool
+    enable_streaming_session: bool
+    enable_session_radix_cache: bool
+    enable_encoder_swa_bounded_replay: bool
+    enable_decoder_swa_bounded_replay: bool | None
+    cuda_graph_backend_prefill: str
     use_ray: bool
 
 
@@ -95,6 +100,29 @@ OBSTACLES = (
         "--enable-two-batch-overlap: not supported; remove the flag",
     ),
     Rule(lambda f: not f.enable_pdmux, "--enable-pdmux: not supported; remove the flag"),
+    # A session keeps logical pages of a turn whose rows are given back.
+    Rule(
+        lambda f: not f.enable_streaming_session,
+        "--enable-streaming-session: not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_session_radix_cache,
+        "--enable-session-radix-cache: not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_encoder_swa_bounded_replay,
+        "--enable-encoder-swa-bounded-replay: never tried with it; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_decoder_swa_bounded_replay,
+        "--enable-decoder-swa-bounded-replay: never tried with it; use "
+        "--no-enable-decoder-swa-bounded-replay",
+    ),
+    # Where a chunk's rows are changes with every replay.
+    Rule(
+        lambda f: f.cuda_graph_backend_prefill == "disabled",
+        "--cuda-graph-backend-prefill {cuda_graph_backend_prefill}: set it to disabled",
+    ),
     Rule(
         lambda f: not f.use_ray,
         "--use-ray: SGLang loads no plugins in its Ray actors; remove the flag",

@@ -185,7 +185,7 @@ class TritonSwap:
     Args:
         parts: the kinds of rows; all move together, by the same plan.
         top_k: most rows that a step reads of a request.
-        slots: most requests of a step.
+        slots: most requests of a step, with what pads them.
         one_launch: plan in one launch; None: unless torch is built for ROCm.
     """
 
@@ -251,6 +251,8 @@ class TritonSwap:
 
     def swap_in(self, layer, step, at, cold):
         n, k = step.top_k.shape
+        if n > len(self._out):
+            raise ValueError(f"{n} requests in a step, buffers are for {len(self._out)}")
         if n == 0:
             return self._out[:0, :k]
         out = self.plan(step, at, cold)

@@ -112,7 +112,7 @@ def plan_swap(
         tl.store(clocks + 2, now, mask=is_real)
 
 
-@triton.jit(do_not_specialize=["first_layer"])
+@triton.jit(do_not_specialize=["first_layer", "rows_stride"])
 def copy_rows(
     sources,
     targets,
