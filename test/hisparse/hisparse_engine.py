@@ -69,6 +69,18 @@ def coordinator_of(engine):
     return engine.scheduler.hisparse_coordinator
 
 
+def answer_at_once(engine) -> None:
+    """From now on the model computes nothing and answers token 0."""
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor.model_runner import ModelRunnerOutput
+
+    def forward(batch, *args, **kwargs):
+        logits = torch.zeros(batch.batch_size, engine.scheduler.model_config.vocab_size)
+        return ModelRunnerOutput(LogitsProcessorOutput(logits), can_run_graph=False)
+
+    engine.model_runner.forward = forward
+
+
 def assert_nothing_is_held(engine) -> None:
     """No row, host row, ring or logical token belongs to anyone, and every table is as new."""
     coordinator = coordinator_of(engine)

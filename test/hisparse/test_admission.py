@@ -7,8 +7,8 @@ page and row comes back.
 import random
 
 import pytest
-import torch
 from hisparse_engine import (
+    answer_at_once,
     assert_nothing_is_held,
     coordinator_of,
     engine_of,
@@ -39,17 +39,6 @@ def engine(make_engine, request):
     with engine_of(make_engine, hisparse=True, **(TIGHT | options)) as engine:
         answer_at_once(engine)
         yield engine
-
-
-def answer_at_once(engine) -> None:
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.model_executor.model_runner import ModelRunnerOutput
-
-    def forward(batch, *args, **kwargs):
-        logits = torch.zeros(batch.batch_size, engine.scheduler.model_config.vocab_size)
-        return ModelRunnerOutput(LogitsProcessorOutput(logits), can_run_graph=False)
-
-    engine.model_runner.forward = forward
 
 
 def check(engine) -> None:

@@ -167,8 +167,8 @@ def sizer(
             patch.setattr(module, "get_exec", lambda: execution)
             patch.setattr(module, "get_spec", lambda: speculation)
         patch.setattr(pool_configurator, "get_schedule", lambda: schedule)
-        patch.setattr(pool_configurator, "get_memory", lambda: memory)
         for where in ("sglang.srt.runtime_context", pool_configurator.__name__):
+            patch.setattr(f"{where}.get_memory", lambda: memory)
             patch.setattr(f"{where}.get_disagg", lambda: disagg)
         patch.setattr(pool_configurator, "max_speculative_num_draft_tokens", lambda: drafts)
         patch.setattr(pool_configurator, "compute_swa_request_cap", lambda **_: 128 * 1024)

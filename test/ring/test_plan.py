@@ -5,6 +5,7 @@ import doctest
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_runs import device_bytes
 from ring_objects import PAGE, sizer
 from sglang_unified_kv import engage
 from sglang_unified_kv.config import RING_FIXES, load_settings
@@ -29,17 +30,6 @@ EAGLE = dict(
     speculative_eagle_topk=1,
     speculative_num_draft_tokens=4,
 )
-
-
-def device_bytes(pool) -> int:
-    """Every byte of the KV pools and states of a model."""
-    states = [
-        s.kv_score_buffer.kv_score
-        for s in pool.compress_state_pools + pool.indexer_compress_state_pools
-        if s is not None
-    ]
-    indexer = pool.c4_indexer_kv_pool.index_k_with_scale_buffer if pool.c4_indexer_kv_pool else []
-    return sum(b.nbytes for b in [*pool.unified_kv_pool.kv_buffer, *states, *indexer])
 
 
 def host_bytes(host_pool) -> int:

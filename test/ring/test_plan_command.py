@@ -1,64 +1,34 @@
 """``sglang-unified-kv plan``: what it prints, plans and refuses. Once as a process of its own."""
 
-import contextlib
 import json
 import logging
-import os
 import subprocess
 import sys
 
 import pytest
+from plan_runs import SERVER, machine, process_state, run_plan, write_pro
 from ring_objects import PAGE
-from sglang_unified_kv import engage
-from sglang_unified_kv.cli import app
 from sglang_unified_kv.cli.plan import _planner
 from sglang_unified_kv.edits import ring_sizing
 from sglang_unified_kv.edits.pool_sizing import staging_bytes
-from sglang_unified_kv.reference.model import CONFIG
-from typer.testing import CliRunner
 
-LAUNCH = (
-    "--attention-backend dsv4 --page-size 256 --max-running-requests 1024 --enable-hierarchical-cache "
-    "--hicache-write-policy write_through --hicache-io-backend direct --hicache-mem-layout layer_first "
-    "--mem-fraction-static 0.85 --skip-tokenizer-init --tp-size 8 --attn-dp-size 8 "
-    "--cuda-graph-backend-prefill disabled"
+HICACHE = (
+    "--enable-hierarchical-cache --hicache-write-policy write_through --hicache-io-backend direct "
+    "--hicache-mem-layout layer_first"
 ).split()
 
 
 def command(model, *options, weights=125, host=250, flags=()) -> list[str]:
-    machine = ["--hbm-gb", "288", "--weights-gb", str(weights), "--host-gb", str(host)]
-    return ["plan", *machine, *options, "--", *launch(model), *flags]
+    return [*machine(weights, host), *options, "--", *launch(model), *flags]
 
 
 def launch(model) -> list[str]:
-    return ["--model-path", str(model), *LAUNCH]
-
-
-@contextlib.contextmanager
-def process_state():
-    """The command may change the process that it is all of."""
-    from sglang.srt.runtime_context import restore_context, snapshot_context
-
-    before, environment = snapshot_context(), dict(os.environ)
-    handlers = logging.root.handlers[:]
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-        logging.root.handlers[:] = handlers
-        engage.reset()
-        restore_context(before)
-        os.environ.clear()
-        os.environ.update(environment)
+    return ["--model-path", str(model), *SERVER, *HICACHE]
 
 
 def planned(*args, env=(), **kwargs):
     """The command in this process: exit code and output."""
-    with process_state():
-        os.environ.pop("SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB", None)
-        os.environ.update(env)
-        done = CliRunner().invoke(app, command(*args, **kwargs), catch_exceptions=False)
-    return done.exit_code, " ".join(done.output.replace("│", " ").split())
+    return run_plan(command(*args, **kwargs), env)
 
 
 def report_of(*args, **kwargs) -> dict:
@@ -69,12 +39,7 @@ def report_of(*args, **kwargs) -> dict:
 
 @pytest.fixture(scope="module")
 def pro(tmp_path_factory):
-    """DeepSeek-V4-Pro's layer pattern and cache widths."""
-    folder = tmp_path_factory.mktemp("pro")
-    layers = [128, 128] + [4, 128] * 29 + [4]
-    config = CONFIG | {"num_hidden_layers": 61, "compress_ratios": layers}
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
-    return folder
+    return write_pro(tmp_path_factory.mktemp("pro"))
 
 
 def test_the_command_reports_and_draws(pro, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings as python_warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..config import BIT_EXACT_HICACHE, RING_FIXES, load_settings
+from ..config import BIT_EXACT_HICACHE, HISPARSE, RING_FIXES, load_settings
 from ..ring.capacity import GB, Machine, Sizes, first_limits, prompts, warnings
 from .extra import require_extra
 
-PRODUCT_SWITCHES = (BIT_EXACT_HICACHE, RING_FIXES)
+PRODUCT_SWITCHES = (BIT_EXACT_HICACHE, RING_FIXES, HISPARSE)
 
 
 def plan(
@@ -48,8 +49,9 @@ def plan(
 ) -> None:
     """Print what a rank of DeepSeek-V4 on unified KV holds, and what runs out first.
 
-    Bytes and capacities come from the functions that size the real pools. Both switches count as on unless
-    the environment sets them to 0. Needs SGLang and the model's config.json, no GPU.
+    Bytes and capacities come from the functions that size the real pools. The switches for exact reuse, ring
+    accounting and HiSparse count as on unless the environment sets them to 0. Needs SGLang and the model's
+    config.json, no GPU.
     """
     from .doctor import _UPSTREAM_ERRORS
 
@@ -78,12 +80,16 @@ def _planner(flags: list[str]):
     """SGLang's sizer for these flags, in the state of a rank on ROCm."""
     os.environ["SGLANG_UNIFIED_KV_REFERENCE_ENGINE"] = "1"
     for switch in PRODUCT_SWITCHES:
-        os.environ.setdefault(switch, "1")
+        if not os.environ.get(switch):
+            os.environ[switch] = "1"
+            # Nobody asked for it, so nobody misses it where the flags leave it without effect.
+            python_warnings.filterwarnings("ignore", f"{switch}=1 has no effect", RuntimeWarning)
     # SGLang tells its sizes as it goes, and we warn of what the report says.
     logging.disable(logging.WARNING)
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    from sglang.srt.arg_groups.hisparse_hook import validate_hisparse
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import is_gfx95_supported
@@ -101,6 +107,11 @@ def _planner(flags: list[str]):
         )
     args.resolve_once()
     settings = load_settings()
+    if args.enable_hisparse and not settings.hisparse:
+        raise typer.BadParameter(
+            f"--enable-hisparse while {HISPARSE} is off: SGLang refuses it on unified KV"
+        )
+    validate_hisparse(args)
     engage.engage(settings, facts_of(args))
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     return Planner(args), settings, args
@@ -111,7 +122,10 @@ def _report(
 ) -> dict[str, Any]:
     held = prompts(sizes, length, new)
     running, cached = first_limits(held)
-    return asdict(sizes) | {
+    found = asdict(sizes)
+    if sizes.hisparse:
+        found["hisparse"] |= sizes.hisparse.figures(length)
+    return found | {
         "machine": asdict(machine),
         "available": available,
         "host_bytes": sizes.host_bytes,
@@ -131,11 +145,12 @@ def _print(report: dict[str, Any]) -> None:
     ring, scaled = report["tokens"], report["tokens_scaled"]
     first, end = report["layers"]
     request = f"{report['prompt_tokens']:,} + {report['new_tokens']:,} tokens"
+    in_a_slot = "rings, states, tables" if report["hisparse"] else "rings, states"
     rows = [
         ("layers", f"{first} to {end - 1}"),
         ("KV memory of the device", f"{report['available'] / GB:.2f} GB"),
         ("a cached token", f"{report['per_token']:.1f} bytes"),
-        ("a request slot (rings, states)", f"{report['per_slot'] / 1e6:.2f} MB"),
+        (f"a request slot ({in_a_slot})", f"{report['per_slot'] / 1e6:.2f} MB"),
         (
             f"{report['slots']} request slots",
             f"{report['fixed'] / GB:.2f} GB",
@@ -144,7 +159,11 @@ def _print(report: dict[str, Any]) -> None:
         ("pools of cached tokens", f"{report['pools'] / GB:.2f} GB"),
         ("full tokens, window sized by tokens", f"{scaled:,}"),
         ("full tokens, window sized by slots", f"{ring:,} ({ring / max(scaled, 1) - 1:+.1%})"),
-        ("a checkpoint", f"{report['per_checkpoint'] / 1e6:.3f} MB"),
+        *(
+            _hisparse_rows(report)
+            if report["hisparse"]
+            else [("a checkpoint", f"{report['per_checkpoint'] / 1e6:.3f} MB")]
+        ),
         *(
             (f"host memory: {name}", f"{size / GB:.2f} GB")
             for name, size in report["host_bytes"].items()
@@ -160,6 +179,20 @@ def _print(report: dict[str, Any]) -> None:
     console.print(table)
     for line in report["warnings"]:
         console.print(f"[yellow]warning:[/yellow] {line}")
+
+
+def _hisparse_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    found = report["hisparse"]
+    prompt = f"prompts of {report['prompt_tokens']:,} tokens"
+    return [
+        ("HiSparse: host_to_device_ratio", f"{found['ratio']}"),
+        ("HiSparse: tables of the request slots", f"{found['tables'] / GB:.2f} GB"),
+        ("HiSparse: device C4 rows of a layer", f"{found['rows']:,}"),
+        ("HiSparse: a hot buffer", f"{found['hot_buffer_rows']:,} rows"),
+        ("HiSparse: longest sequence", f"{found['longest_sequence']:,} tokens"),
+        (f"HiSparse: hot buffers, {prompt}", f"{found['hot_buffers']:,}"),
+        (f"HiSparse: computed at once, {prompt}", f"{found['prefills']:,}"),
+    ]
 
 
 def _plot(path: Path, planner, machine: Machine, settings, available: int, most) -> None:
@@ -182,14 +215,24 @@ def _plot(path: Path, planner, machine: Machine, settings, available: int, most)
         xlabel="max running requests of a rank", ylabel="full tokens, millions", ylim=(0, None)
     )
     left.legend()
-    strides = (1, 2, 4, 8, 16)
-    one = planner.sizes(available, machine, settings, running=asked, most=most)
-    needed = [one.host_pages // stride * one.per_checkpoint / GB for stride in strides]
-    pages = sum(one.host_page.values()) * one.host_pages / GB
-    right.bar([str(s) for s in strides], needed, label="a checkpoint at every boundary")
-    right.axhline(pages, color="grey", linewidth=0.8, label="HiCache's pages")
+    if found[0].hisparse:
+        cold = [s.hisparse.cold_bytes / GB for s in found]
+        right.plot(counts, cold, label="cold C4 rows")
+        right.set(xlabel="max running requests of a rank", ylim=(0, None))
+    else:
+        _plot_strides(right, planner.sizes(available, machine, settings, running=asked, most=most))
     right.axhline(machine.host_gb, color="red", linewidth=0.8, label="host memory")
-    right.set(xlabel="stride, pages", ylabel="host memory, GB")
+    right.set(ylabel="host memory, GB")
     right.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _plot_strides(axes, sizes: Sizes) -> None:
+    """Host memory of the checkpoints over their stride, beside HiCache's pages."""
+    strides = (1, 2, 4, 8, 16)
+    needed = [sizes.host_pages // stride * sizes.per_checkpoint / GB for stride in strides]
+    pages = sum(sizes.host_page.values()) * sizes.host_pages / GB
+    axes.bar([str(s) for s in strides], needed, label="a checkpoint at every boundary")
+    axes.axhline(pages, color="grey", linewidth=0.8, label="HiCache's pages")
+    axes.set(xlabel="stride, pages")

@@ -20,6 +20,7 @@ from . import (  # noqa: F401, I001
     ring_sizing,
     hisparse_args,
     hisparse_pool,
+    hisparse_sizing,
     hisparse_allocator,
     hisparse_runner,
 )

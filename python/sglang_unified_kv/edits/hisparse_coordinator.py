@@ -13,8 +13,10 @@ from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_bytes
 
 from ..checkpoint.rings import upload
+from ..hisparse.capacity import cold_pages, tokens_on_host
 from ..hisparse.rows import RATIO
 from ..hisparse.swap import Residency, Rows, Step, TorchSwap, TritonSwap
+from ..hisparse.tables import step_rows
 from .hisparse_allocator import promises_of
 
 
@@ -47,15 +49,14 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
 
     def __init__(self, req_to_token_pool, token_to_kv_pool_allocator, *, top_k, **options):
         buffer = promises_of(token_to_kv_pool_allocator).buffer
-        if buffer.rows < top_k:
-            raise ValueError(
-                f"--hisparse-config device_buffer_size={buffer.rows}: a decode step of this model reads "
-                f"index_topk={top_k} rows; set it to at least that"
-            )
+        buffer.require(top_k)
         pool = token_to_kv_pool_allocator.hisparse_kvcache
-        pages = -(-token_to_kv_pool_allocator.size_full // (RATIO * pool.page_size))
+        pages = cold_pages(token_to_kv_pool_allocator.size_full, pool.page_size)
         check_host_memory(pool, pages)
         super().__init__(req_to_token_pool, token_to_kv_pool_allocator, top_k=top_k, **options)
+        # The order that the base class keeps for its own kernel. A view of it would keep its memory.
+        self._lru_init = self._lru_init.new_empty(0)
+        self.lru_slots = self.lru_slots.new_empty(*self.lru_slots.shape[:2], 0)
         self.host_pools = [self.mem_pool_host] + [
             DeepSeekV4PagedHostPool(
                 pool_name="dsv4_hisparse_c4_rope",
@@ -78,18 +79,13 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
         if torch.device(self.device).type == "cpu":
             self.swap = TorchSwap(buffer, parts)
         else:
-            # Data-parallel attention pads a batch to a multiple of its ranks.
-            slots = -(-len(self.req_to_host_pool) // 64) * 64
-            self.swap = TritonSwap(buffer, parts, top_k, slots)
+            self.swap = TritonSwap(buffer, parts, top_k, step_rows(len(self.req_to_host_pool)))
         self.residency = Residency.empty(
             self.req_device_buffer_tokens,
             self.req_device_buffer_token_locs,
             buffer.rows,
             self.req_to_host_pool.shape[1],
         )
-        # The order that the base class keeps for its own kernel.
-        self._lru_init = self._lru_init[:0]
-        self.lru_slots = self.lru_slots[..., :0].contiguous()
 
     def admit_request_into_staging(self, req) -> None:
         """Save the prompt's rows, beside the schedule; the request decodes once they are on the host."""
@@ -185,7 +181,7 @@ def check_host_memory(pool, pages: int) -> None:
     page_bytes = sum(layer.shape[1] for part in pool.parts for layer in part)
     requested, free = pages * page_bytes, host_memory_budget_bytes()
     if requested > free:
-        fitting = max(free // page_bytes, 0) * RATIO * pool.page_size
+        fitting = tokens_on_host(free, page_bytes, pool.page_size)
         raise ValueError(
             f"HiSparse keeps all C4 rows on the host: {requested / 1e9:.2f} GB per rank are requested, "
             f"{free / 1e9:.2f} GB are free. Set --max-total-tokens to at most {fitting}, or free host memory."

@@ -8,8 +8,12 @@ from types import SimpleNamespace
 from .. import engage
 from ..checkpoint.record_format import HEADER_BYTES
 from ..config import Settings
+from ..hisparse.capacity import HiSparseSizes, cold_pages
+from ..hisparse.rows import region_rows
 from ..ring.capacity import GB, Machine, Sizes
 from .build import budgeted_records, stride_of
+from .hisparse_args import hisparse_on
+from .hisparse_sizing import hot_buffer, table_bytes
 from .pool_sizing import layout_of, staging_bytes
 
 
@@ -113,6 +117,7 @@ class Planner:
             stride=stride,
             pairs=self.runner.spec_algorithm.is_eagle(),
             ahead=get_alloc_reserve_per_decode() if sizer.is_speculative else 0,
+            hisparse=self._hisparse(sizer, tokens, running) if hisparse_on() else None,
         )
         needed = sum(found.host_bytes.values())
         return replace(found, host_shortfall=max(needed - int(machine.host_gb * GB), 0))
@@ -141,7 +146,7 @@ class Planner:
 
     @staticmethod
     def fixed(sizer, running: int) -> int:
-        """Device bytes of the request slots: rings and compressor states."""
+        """Device bytes of the request slots: rings, compressor states and the tables of HiSparse."""
         return int(
             sizer._fixed_swa_bytes(running)
             - staging_bytes(sizer)
@@ -154,10 +159,26 @@ class Planner:
         """Device bytes of the rows of ``tokens``, and of the pages beside them that nobody is given."""
         from sglang.srt.mem_cache.deepseek_v4_memory_pool import _num_dsv4_physical_kv_pages
 
-        page, keys = sizer.page_size, sizer.indexer_bytes_per_token * sizer.num_layers(4)
-        rows = (tokens + page) * (sizer.bytes_per_full_token - keys / 4)
+        page, ratio = sizer.page_size, sizer.c4_shrink_factor
+        keys = sizer.indexer_bytes_per_token * sizer.num_layers(4)
+        row = sizer._get_paged_kv_bytes_per_token(4) * sizer.num_layers(4)
         key_pages = _num_dsv4_physical_kv_pages(tokens // 4, page // 4, page)
-        return int(rows + key_pages * (page // 4) * keys)
+        others = sizer.bytes_per_full_token - keys / 4 - row / (4 * ratio)
+        rows = region_rows(tokens, ratio, page // 4) + page // 4
+        return round((tokens + page) * others + rows * row + key_pages * (page // 4) * keys)
+
+    @classmethod
+    def _hisparse(cls, sizer, tokens: int, running: int) -> HiSparseSizes:
+        page = sizer.page_size // 4
+        return HiSparseSizes(
+            ratio=sizer.c4_shrink_factor,
+            buffer=hot_buffer(sizer),
+            rows=region_rows(tokens, sizer.c4_shrink_factor, page),
+            tables=table_bytes(sizer, running),
+            cold_page=cls.host_page_bytes(sizer)["C4 rows"],
+            cold_pages=cold_pages(tokens, page),
+            context=sizer.context_len,
+        )
 
     @staticmethod
     def host_page_bytes(sizer) -> dict[str, int]:
@@ -174,12 +195,13 @@ class Planner:
     def tokens_scaled(sizer, available: int, running: int) -> int:
         """Full tokens if windows and C4 states took ``--swa-full-tokens-ratio`` of every token's bytes.
 
-        Checkpoint staging is subtracted here as it is from the ring's figure.
+        Checkpoint staging and the tables of HiSparse are subtracted here as they are from the ring's figure.
         """
         inflation = getattr(sizer, "_spec_infl", 1.0)
         compressed = sizer._get_bytes_per_full_token() * inflation
         per_token = compressed + sizer.swa_ratio * sizer._get_bytes_per_swa_token() * inflation
-        left = available - sizer._get_c128_state_fixed_bytes(running) - staging_bytes(sizer)
+        fixed = sizer._get_c128_state_fixed_bytes(running) + table_bytes(sizer, running)
+        left = available - fixed - staging_bytes(sizer)
         return max(int(left / per_token), 0) // sizer.page_size * sizer.page_size
 
 

@@ -78,6 +78,29 @@ class HotBuffer:
         """
         return max(self.of_tokens(prompt_tokens), self.padded)
 
+    def of_decode(self, prompt_tokens: int) -> int:
+        """Rows that a request keeps once its prompt is computed.
+
+        The newest row stays in the last page of a longer prompt, and that page with it.
+
+        >>> HotBuffer(rows=512, page=64).of_decode(300)
+        576
+        >>> HotBuffer(rows=512, page=64).of_decode(50000)
+        640
+        """
+        return min(self.of_life(prompt_tokens), self.padded + self.page)
+
+    def require(self, top_k: int) -> None:
+        """
+        Raises:
+            ValueError: a decode step reads more rows than are hot.
+        """
+        if self.rows < top_k:
+            raise ValueError(
+                f"--hisparse-config device_buffer_size={self.rows}: a decode step of this model reads "
+                f"index_topk={top_k} rows; set it to at least that"
+            )
+
     def longest_prompt(self, region: int) -> int:
         """Tokens of the longest prompt that ``region`` rows hold; 0 if they hold no buffer."""
         return region // self.page * self.page * RATIO + RATIO - 1 if region >= self.padded else 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from ..checkpoint.pending import KEPT_DECODE_CAPTURES
+from ..hisparse.capacity import HiSparseSizes
 from .accounting import DOMINANT_SHARE
 
 GB = 1e9
@@ -40,7 +41,7 @@ class Sizes:
         layers: first layer and one past the last of the pipeline stage that holds the fewest tokens; all
             layers without pipeline parallelism.
         per_token: device bytes of a cached token.
-        per_slot: device bytes of a request slot: rings and compressor states.
+        per_slot: device bytes of a request slot: rings, compressor states and the tables of HiSparse.
         per_checkpoint: host bytes of a checkpoint.
         staging: device bytes of checkpoint staging.
         fixed: device bytes of all request slots.
@@ -56,6 +57,7 @@ class Sizes:
         stride: pages from checkpoint to checkpoint.
         pairs: the tree's entries are pairs of tokens, as with EAGLE.
         ahead: tokens that speculation allocates ahead of a running request.
+        hisparse: HiSparse's own figures; None without it.
         host_shortfall: bytes that the host pools need beyond the machine's.
     """
 
@@ -77,11 +79,19 @@ class Sizes:
     stride: int
     pairs: bool
     ahead: int
+    hisparse: HiSparseSizes | None = None
     host_shortfall: int = 0
+
+    @property
+    def token_limit(self) -> str:
+        """What :func:`prompts` calls the tokens of the device."""
+        return "logical tokens" if self.hisparse else "device tokens"
 
     @property
     def host_bytes(self) -> dict[str, int]:
         """Pinned host bytes by pool."""
+        if self.hisparse:
+            return {"cold C4 rows": self.hisparse.cold_bytes}
         pools = {name: size * self.host_pages for name, size in self.host_page.items()}
         return pools | {"checkpoints": self.records * self.per_checkpoint}
 
@@ -126,10 +136,12 @@ def prompts(sizes: Sizes, length: int, new: int) -> dict[str, int]:
     Requests run with ``new`` tokens of output, and are cached with it.
     """
     held = {
-        "device tokens": sizes.tokens // (running_pages(length, new, sizes.ahead) * PAGE),
+        sizes.token_limit: sizes.tokens // (running_pages(length, new, sizes.ahead) * PAGE),
         # One slot is SGLang's own, for padding.
         "request slots": sizes.slots - 1,
     }
+    if sizes.hisparse:
+        held["device C4 rows"] = sizes.hisparse.running(length)
     if sizes.host_pages:
         held["host pages"] = sizes.host_pages // max(stored_pages(length, new, sizes.pairs), 1)
     if sizes.exact:
@@ -140,8 +152,8 @@ def prompts(sizes: Sizes, length: int, new: int) -> dict[str, int]:
 
 def first_limits(held: dict[str, int]) -> tuple[str, str | None]:
     """What limits running requests first, and what limits cached prompts first (None without HiCache)."""
-    running = min(("device tokens", "request slots"), key=held.__getitem__)
     cached = [name for name in ("host pages", "checkpoints") if name in held]
+    running = min((name for name in held if name not in cached), key=held.__getitem__)
     return running, min(cached, key=held.__getitem__) if cached else None
 
 
@@ -160,11 +172,13 @@ def warnings(sizes: Sizes, machine: Machine, available: int, length: int, new: i
             f"--max-total-tokens leaves {unused / GB:.1f} GB of the KV memory unused: "
             f"{sizes.tokens_fitting:,} tokens would fit"
         )
-    if held["device tokens"] < sizes.slots - 1:
+    if held[sizes.token_limit] < sizes.slots - 1:
         found.append(
-            f"{sizes.slots - 1} requests may run, but the device holds {held['device tokens']} prompts of "
+            f"{sizes.slots - 1} requests may run, but the device holds {held[sizes.token_limit]} prompts of "
             f"{length:,} tokens with {new:,} new ones; the rest will wait or be retracted"
         )
+    if sizes.hisparse:
+        return found + sizes.hisparse.warnings(sizes.slots - 1, int(machine.host_gb * GB))
     if sizes.host_shortfall:
         host = sum(sizes.host_bytes.values())
         found.append(

@@ -1,0 +1,65 @@
+"""``sglang-unified-kv plan`` with ``--enable-hisparse``: what it prints, plans and refuses."""
+
+import json
+
+import pytest
+from plan_runs import SERVER, machine, run_plan, write_pro
+from sglang_unified_kv.config import BIT_EXACT_HICACHE, HISPARSE
+
+
+@pytest.fixture(scope="module")
+def pro(tmp_path_factory):
+    return write_pro(tmp_path_factory.mktemp("pro"))
+
+
+def command(model, *options, host=250, ratio=2, buffer=4096, flags=()):
+    config = {"top_k": 256, "device_buffer_size": buffer, "host_to_device_ratio": ratio}
+    hisparse = ["--disable-radix-cache", "--enable-hisparse"]
+    hisparse += ["--hisparse-config", json.dumps(config)]
+    launch = ["--model-path", str(model), *SERVER, *hisparse]
+    return [*machine(host=host), *options, "--", *launch, *flags]
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch):
+    """As for an operator who sets none; an empty value counts as unset."""
+    monkeypatch.setenv(HISPARSE, "")
+    monkeypatch.delenv(BIT_EXACT_HICACHE)
+
+
+def test_the_command_plans_hisparse(pro, tmp_path, recwarn):
+    code, output = run_plan(command(pro, "--json", host=300))
+    assert code == 0, output
+    report = json.loads(output)
+    hisparse = report["hisparse"]
+    c4 = 30 * (1024 / (4 * 2) + 132 / 4)
+    assert report["per_token"] == pytest.approx(c4 + 31 * 1024 / 128 + 2)
+    assert hisparse["rows"] == report["tokens"] // 8 // 64 * 64
+    assert report["host_bytes"] == {"cold C4 rows": report["tokens"] // 4 * 30 * 1024}
+    assert hisparse["cold_bytes"] == report["host_bytes"]["cold C4 rows"]
+    assert hisparse["hot_buffers"] == hisparse["rows"] // 4224 > report["slots"]
+    assert hisparse["prefills"] == hisparse["rows"] // 12544
+    assert report["limits_running"] == "request slots" and report["limits_cached"] is None
+    assert report["warnings"] == []
+
+    picture = tmp_path / "capacity.png"
+    code, table = run_plan(command(pro, "--plot", str(picture), host=60))
+    assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    assert f"device C4 rows of a layer {hisparse['rows']:,}" in table
+    said = "the start would be refused; set --max-total-tokens to at most "
+    assert said in table
+    most = table.split(said)[1].split()[0]
+    code, capped = run_plan(command(pro, "--json", host=60, flags=("--max-total-tokens", most)))
+    capped = json.loads(capped)
+    assert capped["tokens"] == int(most) and capped["host_shortfall"] == 0
+    assert not any("the start would be refused" in line for line in capped["warnings"])
+    assert not [w for w in recwarn if "has no effect" in str(w.message)]
+
+
+def test_what_hisparse_refuses_is_not_planned(pro):
+    code, output = run_plan(command(pro), env={HISPARSE: "0"})
+    assert code == 2 and "--enable-hisparse while SGLANG_UNIFIED_KV_HISPARSE is off" in output
+    code, output = run_plan(command(pro, flags=("--pp-size", "2")))
+    assert code == 2 and "--pp-size 2: pipeline parallelism" in output
+    code, output = run_plan(command(pro, buffer=256))
+    assert code == 2 and "device_buffer_size=256: a decode step" in output
