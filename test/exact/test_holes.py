@@ -151,11 +151,11 @@ def test_h11_queued_requests_keep_their_record_young(engine, recorder, oracle):
     recorder.cold(oracle.text[:700])
     store = engine.tree.checkpoints.store
     recorder.run(prompt(9, 700))
-    assert next(reversed(store._records)) != key_at(engine, oracle.text, 512)
+    assert store.order()[-1] != key_at(engine, oracle.text, 512)
     rid = engine.submit(oracle.text[:700], 1)
     (queued,) = engine.scheduler.waiting_queue
     touch_waiting_prefix(queued, engine.tree)
-    assert next(reversed(store._records)) == key_at(engine, oracle.text, 512)
+    assert store.order()[-1] == key_at(engine, oracle.text, 512)
     engine.run_many(rid)
 
 

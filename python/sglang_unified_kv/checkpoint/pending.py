@@ -110,6 +110,15 @@ class PendingCaptures:
         self._forget_if_empty(rid)
         return ready
 
+    def drop_outputs(self, rid: str, length: int, keep: int) -> int:
+        """Discard decode captures in ``length`` tokens but the last ``keep``; returns how many that were."""
+        request = self._requests.get(rid, _Request())
+        covered = sorted(b for b in request.decode if b in request.slots and b <= length)
+        dropped = covered[: max(len(covered) - keep, 0)]
+        for boundary in dropped:
+            self._store.discard(request.slots.pop(boundary))
+        return len(dropped)
+
     def drop(self, rid: str, length: int) -> int:
         """Discard the request's captures in ``length`` tokens; returns how many that were."""
         slots = self.take_ready(rid, length)

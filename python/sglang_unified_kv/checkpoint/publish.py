@@ -101,7 +101,8 @@ class Publisher:
                 self._stats.dropped_provenance += 1
             else:
                 is_fresh, is_adopted = boundary in fresh, boundary in adopted
-                kept = self._publish(key, boundary, slot, fresh=is_fresh, adopted=is_adopted)
+                saves = self._store.saving(chain, boundary)
+                kept = self._publish(key, boundary, slot, saves, fresh=is_fresh, adopted=is_adopted)
                 if not kept and not is_fresh:
                     attached.append(key)
         return attached
@@ -117,9 +118,13 @@ class Publisher:
                 lineage.own = False
         return lineage.checked
 
-    def _publish(self, key: str, boundary: int, slot: int, *, fresh: bool, adopted: bool) -> bool:
+    def _publish(
+        self, key: str, boundary: int, slot: int, saves: int, *, fresh: bool, adopted: bool
+    ) -> bool:
         """Returns whether an existing record was kept instead."""
-        outcome = self._store.publish(key, boundary, slot, replace=fresh, mixed=not fresh)
+        outcome = self._store.publish(
+            key, boundary, slot, replace=fresh, mixed=not fresh, saves=saves
+        )
         kept = outcome is Published.KEPT_EXISTING
         self._stats.published += not kept
         self._stats.replaced += outcome is Published.REPLACED

@@ -1,0 +1,232 @@
+"""Sparse placement: what is chosen, that chunking does not matter, and what manager and store make of it."""
+
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_up_engine import PAGE, Engine, chain
+from sglang_unified_kv.checkpoint.policy import POLICIES, Grid, Path, Span, Sparse, policy_of
+from sglang_unified_kv.checkpoint.publish import NewRange
+from sglang_unified_kv.checkpoint.store import CheckpointStore
+from sglang_unified_kv.config import CHECKPOINT_POLICY, ConfigError, Settings, load_settings
+
+STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
+
+policies = st.builds(
+    Sparse,
+    page_size=st.just(PAGE),
+    spare=st.integers(1, 2),
+    branch=st.booleans(),
+    spacing=st.integers(0, 3),
+    least=st.integers(1, 3),
+    share=st.sampled_from([0, 4]),
+    output_every=st.integers(1, 3),
+    grid=st.integers(0, 3),
+)
+paths = st.builds(
+    lambda resumed, known, new: Path(
+        resumed * PAGE, (resumed + known) * PAGE, (resumed + known) * PAGE + new
+    ),
+    st.integers(0, 6),
+    st.integers(0, 6),
+    st.integers(1, 3000),
+)
+
+
+@given(policies, paths, st.lists(st.integers(1, 900), min_size=1, max_size=8))
+def test_chunking_does_not_change_what_is_captured(policy, path, chunks):
+    found, position = [], path.resumed
+    for chunk in chunks:
+        found += policy.boundaries(Span(position, position + chunk), path)
+        position += chunk
+    assert found == policy.boundaries(Span(path.resumed, position), path)
+    assert found == sorted(set(found)) and all(b % PAGE == 0 and b > path.resumed for b in found)
+
+
+@given(paths, st.integers(1, 2))
+def test_tails_are_where_the_same_and_a_longer_prompt_resume(path, spare):
+    found = Sparse(PAGE, spare).boundaries(Span(path.resumed, path.prompt), path)
+    usable = (path.prompt - spare) // PAGE * PAGE
+    assert set(found) == {b for b in (usable, path.prompt // PAGE * PAGE) if b > path.resumed}
+
+
+@given(paths)
+def test_a_known_path_is_captured_where_it_is_left(path):
+    found = Sparse(PAGE, branch=True).boundaries(Span(path.resumed, path.prompt), path)
+    assert (path.matched in found) == (path.matched > path.resumed)
+
+
+@given(paths, st.integers(1, 3), st.sampled_from([0, 4]))
+def test_a_tail_saves_what_it_must_and_no_hit_loses_more(path, least, share):
+    policy = Sparse(PAGE, least=least, share=share)
+    found = policy.boundaries(Span(path.resumed, path.prompt), path)
+    usable = (path.prompt - 1) // PAGE * PAGE
+    lost = usable - max((b for b in found if b <= usable), default=path.resumed)
+    assert lost <= max((least - 1) * PAGE, usable / share if share else 0)
+    for below, boundary in zip([path.resumed, *found], found, strict=False):
+        assert boundary - below >= max(least * PAGE, boundary / share if share else 0)
+
+
+def test_outputs_are_counted_from_the_deepest_checkpoint_of_the_prompt():
+    path = Path(512, 512, 700)
+    assert Sparse(PAGE, output_every=2).boundaries(Span(700, 2100), path) == [1024, 1536, 2048]
+    assert Sparse(PAGE, output_every=2).boundaries(Span(1023, 1024), path) == [1024]
+
+
+def test_names():
+    assert (
+        typing.get_args(Settings.model_fields["checkpoint_policy"].annotation)[0]
+        == (typing.Literal[POLICIES])
+    )
+    for name in POLICIES:
+        assert policy_of(name, page_size=PAGE).page_size == PAGE
+    assert policy_of("grid", page_size=PAGE, stride=3) == Grid(PAGE, 3)
+    with pytest.raises(ValueError, match="no placement policy is called 'sparse'"):
+        policy_of("sparse", page_size=PAGE)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6))
+def test_the_grid_beside_the_other_points_fits_into_the_store(pages, records):
+    grid = policy_of("combined", page_size=PAGE, pages=pages, records=records).grid
+    assert grid == 0 or pages <= grid * records
+
+
+def test_a_stride_contradicts_another_policy_than_the_grid():
+    assert load_settings({STRIDE: "2", CHECKPOINT_POLICY: "grid"}).offload_page_stride == 2
+    with pytest.raises(ConfigError, match="'tails' has no stride"):
+        load_settings({STRIDE: "2", CHECKPOINT_POLICY: "tails"})
+    with pytest.raises(ConfigError, match="must be combined, grid, tails, branch or spaced"):
+        load_settings({CHECKPOINT_POLICY: "best"})
+
+
+# -- the store, weighed
+
+
+def publish(store, key, saves):
+    store.publish(key, PAGE, store.reserve(), replace=True, mixed=False, saves=saves)
+    store.check_integrity()
+
+
+def test_what_saves_most_stays_but_not_for_ever():
+    store = CheckpointStore(3, PAGE, weighed=True)
+    publish(store, "deep", 1000)
+    for key in range(8):
+        publish(store, key, 300)
+    # Every victim raises what a newcomer starts from, 300 at a time.
+    assert "deep" in store
+    publish(store, 8, 300)
+    publish(store, 9, 300)
+    assert "deep" not in store
+
+
+def test_a_use_counts_with_what_it_saves_then():
+    store = CheckpointStore(2, PAGE, weighed=True)
+    publish(store, "a", 500)
+    publish(store, "b", 400)
+    store.touch("a", 100)
+    assert store.order() == ["a", "b"]
+    store.touch("a")
+    store.unpin(store.pin("b"))
+    assert store.order() == ["a", "b"]
+    store.touch("a", 401)
+    assert store.order() == ["b", "a"]
+
+
+def test_what_a_record_saves_is_counted_from_the_one_below():
+    store = CheckpointStore(4, PAGE, weighed=True)
+    names = chain("r0", 4)
+    for pages in (1, 4):
+        slot = store.reserve()
+        store.publish(names[pages - 1], pages * PAGE, slot, replace=True, mixed=False)
+    assert [store.saving(names, pages * PAGE) for pages in (1, 2, 4)] == [PAGE, PAGE, 3 * PAGE]
+
+
+def test_a_plain_store_ignores_it():
+    store = CheckpointStore(2, PAGE)
+    publish(store, "a", 5000)
+    publish(store, "b", 1)
+    publish(store, "c", 1)
+    assert store.order() == ["b", "c"]
+
+
+def test_a_store_that_is_used_for_long_does_not_grow():
+    store = CheckpointStore(2, PAGE, weighed=True)
+    publish(store, "a", 1)
+    for _ in range(1000):
+        store.touch("a", 1)
+    assert len(store._queue) < 100
+
+
+# -- the manager
+
+
+def decode(engine, start, end):
+    for position in range(start, end):
+        engine.forward([("r0", 0, position, position + 1)], decode=True)
+
+
+@pytest.mark.parametrize(
+    "policy, kept", [(Grid(PAGE, 1), [512, 768]), (Sparse(PAGE), [768])], ids=["grid", "sparse"]
+)
+def test_of_an_output_the_last_tails_are_published(policy, kept):
+    engine = Engine(policy=policy)
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 250)])
+    decode(engine, 250, 780)
+    engine.manager.commit("r0", chain("r0"), 768, [NewRange(0, 768, leaf=True)])
+    engine.manager.release("r0")
+    engine.manager.check_idle()
+    assert (
+        sorted(engine.manager.store.get(k).boundary for k in engine.manager.store.order()) == kept
+    )
+    assert engine.manager.stats.superseded == 3 - len(kept)
+
+
+def test_a_step_behind_the_end_does_not_supersede_the_tail():
+    engine = Engine(policy=Sparse(PAGE))
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 250)])
+    decode(engine, 250, 512)
+    # The request ended at 511 tokens; one step had been launched by then.
+    engine.commit("r0", 511)
+    engine.manager.release("r0")
+    assert engine.manager.store.deepest(chain("r0"), 9999) == 256
+    engine.manager.check_idle()
+
+
+def test_the_second_request_that_leaves_a_path_makes_the_third_hit():
+    engine = Engine(policy=Sparse(PAGE, branch=True))
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 1100)])
+    engine.commit("r0", 1100)
+    shared = [*chain("r0")[:2], *chain("r1")[2:]]
+    assert engine.manager.deepest(shared, 1100) == 0
+    engine.fresh(1)
+    engine.admit("r1", 0, 1100, matched=512)
+    engine.forward([("r1", 1, 0, 1100)])
+    engine.manager.commit("r1", shared, 1024, [NewRange(512, 1024, leaf=True)])
+    assert engine.manager.deepest(shared, 1000) == 512
+    # What the tails save is counted from the new record.
+    saved = {r.boundary: r.saves for r in map(engine.manager.store.get, shared) if r is not None}
+    assert saved == {512: 512, 1024: 512}
+
+
+def test_a_hit_weighs_a_record_by_what_it_saves_now():
+    engine = Engine(policy=Sparse(PAGE))
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 1100)])
+    engine.commit("r0", 1100)
+    store, names = engine.manager.store, chain("r0")
+    store.publish(names[2], 768, store.reserve(), replace=True, mixed=False)
+    engine.manager.touch(names, 1024)
+    engine.manager.touch(names, 0)
+    assert store.get(names[3]).saves == 256
+
+
+def test_a_request_that_nobody_admitted_gets_no_row():
+    from sglang_unified_kv.checkpoint.manager import CheckpointError, Row
+
+    engine = Engine()
+    with pytest.raises(CheckpointError, match="r0 was given a row without being admitted"):
+        engine.manager.plan([Row("r0", 0, 1, 0, 600, False)])
