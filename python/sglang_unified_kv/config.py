@@ -73,14 +73,17 @@ class Settings(BaseSettings):
         "of 256 tokens. Default: unset, the placement policy decides.",
         json_schema_extra={"allowed": "an integer >= 1, in pages"},
     )
-    checkpoint_policy: Literal["combined", "grid", "tails", "branch", "spaced"] | None = Field(
-        default=None,
-        alias=CHECKPOINT_POLICY,
-        description="Where checkpoints are taken: 'combined', 'grid' (every boundary, or every Nth with a "
-        "stride), 'tails' (ends of prompt and output), 'branch' (tails, and where a request leaves a cached "
-        "path) or 'spaced' (branch, and at doubling distances before the prompt's end). Default: grid if a "
-        "stride is given, otherwise combined.",
-        json_schema_extra={"allowed": "combined, grid, tails, branch or spaced"},
+    checkpoint_policy: Literal["combined", "sparse", "grid", "tails", "branch", "spaced"] | None = (
+        Field(
+            default=None,
+            alias=CHECKPOINT_POLICY,
+            description="Where checkpoints are taken: 'grid' (every boundary, or every Nth with a stride), 'tails' "
+            "(ends of prompt and output), 'branch' (tails, and where a request leaves a cached path), 'spaced' "
+            "(branch, and at growing distances before the prompt's end), 'sparse' (of these what saves enough) "
+            "or 'combined' (sparse, and a grid as dense as the host budget affords). Default: grid if a stride "
+            "is given, otherwise combined.",
+            json_schema_extra={"allowed": "combined, sparse, grid, tails, branch or spaced"},
+        )
     )
     checkpoint_host_gb: float | None = Field(
         default=None,

@@ -13,7 +13,7 @@ from sglang_unified_kv.checkpoint.layout import (
     Kind,
 )
 from sglang_unified_kv.checkpoint.manager import CheckpointManager, Row
-from sglang_unified_kv.checkpoint.policy import Grid, Path
+from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.checkpoint.publish import NewRange
 from sglang_unified_kv.checkpoint.rings import Ring
 from sglang_unified_kv.checkpoint.staging import RecordMover
@@ -76,7 +76,7 @@ class Engine:
         return torch.stack([fixed[:, 0], positions, fixed[:, 1], positions * 0.5], 1)
 
     def admit(self, rid, start, prompt, matched=0):
-        self.manager.admit(rid, Path(start, max(start, matched), prompt))
+        self.manager.admit(rid, chain(rid), start, max(start, matched), prompt)
 
     def plan(self, rows):
         """Plan a batch; a request that nobody admitted has its first rows for a prompt."""

@@ -1,11 +1,13 @@
 """Sparse placement: what is chosen, that chunking does not matter, and what manager and store make of it."""
 
 import typing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up_engine import PAGE, Engine, chain
+from sglang_unified_kv.checkpoint.density import FORGET_AFTER, Density
 from sglang_unified_kv.checkpoint.policy import POLICIES, Grid, Path, Span, Sparse, policy_of
 from sglang_unified_kv.checkpoint.publish import NewRange
 from sglang_unified_kv.checkpoint.store import CheckpointStore
@@ -22,15 +24,16 @@ policies = st.builds(
     least=st.integers(1, 3),
     share=st.sampled_from([0, 4]),
     output_every=st.integers(1, 3),
-    grid=st.integers(0, 3),
+    fills=st.booleans(),
 )
 paths = st.builds(
-    lambda resumed, known, new: Path(
-        resumed * PAGE, (resumed + known) * PAGE, (resumed + known) * PAGE + new
+    lambda resumed, known, new, grid: Path(
+        resumed * PAGE, (resumed + known) * PAGE, (resumed + known) * PAGE + new, grid
     ),
     st.integers(0, 6),
     st.integers(0, 6),
     st.integers(1, 3000),
+    st.integers(0, 3),
 )
 
 
@@ -74,6 +77,19 @@ def test_outputs_are_counted_from_the_deepest_checkpoint_of_the_prompt():
     assert Sparse(PAGE, output_every=2).boundaries(Span(1023, 1024), path) == [1024]
 
 
+@given(policies, paths)
+def test_fillers_are_what_the_grid_adds(policy, path):
+    span = Span(path.resumed, path.prompt)
+    without = replace(policy, fills=False).boundaries(span, path)
+    fillers = policy.fillers(path)
+    assert set(policy.boundaries(span, path)) == fillers.union(without)
+    assert fillers.isdisjoint(without)
+    grid = [
+        b for b in range(path.resumed + 1, path.prompt + 1) if b % (PAGE * max(path.grid, 1)) == 0
+    ]
+    assert fillers.union(without).issuperset(grid) or not (policy.fills and path.grid)
+
+
 def test_names():
     assert (
         typing.get_args(Settings.model_fields["checkpoint_policy"].annotation)[0]
@@ -82,21 +98,75 @@ def test_names():
     for name in POLICIES:
         assert policy_of(name, page_size=PAGE).page_size == PAGE
     assert policy_of("grid", page_size=PAGE, stride=3) == Grid(PAGE, 3)
-    with pytest.raises(ValueError, match="no placement policy is called 'sparse'"):
-        policy_of("sparse", page_size=PAGE)
+    with pytest.raises(ValueError, match="no placement policy is called 'best'"):
+        policy_of("best", page_size=PAGE)
 
 
-@given(st.integers(1, 10**6), st.integers(1, 10**6))
-def test_the_grid_beside_the_other_points_fits_into_the_store(pages, records):
-    grid = policy_of("combined", page_size=PAGE, pages=pages, records=records).grid
-    assert grid == 0 or pages <= grid * records
+# -- density
+
+
+def admitted(density, name, pages, times=1):
+    for i in range(times):
+        grid = density.admit([f"{name}{i}:{p}" for p in range(pages)], 0, 0, pages * PAGE)
+    return grid
+
+
+def reused(density, name, after, pages=20):
+    """A prompt whose record is used once ``after`` others have come; the grid it gets."""
+    names = [f"{name}:{p}" for p in range(pages)]
+    density.admit(names, 0, 0, pages * PAGE)
+    density.publish(names[-1])
+    admitted(density, f"{name}-", pages, after)
+    return density.admit([*names, "new"], pages * PAGE, pages * PAGE, (pages + 1) * PAGE)
+
+
+def test_a_store_affords_what_it_can_hold_until_its_records_are_used():
+    # 100 requests of 20 pages between a record and its use, counted as 128.
+    for capacity, grid in ((128 * 30, 1), (128 * 12, 2), (128 * 4, 9), (128 * 2, 0), (128, 0)):
+        density = Density(capacity, PAGE)
+        assert reused(density, "r", 100) == grid, capacity
+        assert density.age == 128
+
+
+def test_an_evicted_record_that_would_have_been_used_counts():
+    density = Density(1000, PAGE)
+    names = [f"r:{p}" for p in range(20)]
+    density.publish(names[-1])
+    admitted(density, "other", 20, 100)
+    # It is not resumed at: the store no longer has it.
+    density.admit([*names, "new"], 0, 20 * PAGE, 21 * PAGE)
+    assert density.age == 128
+
+
+def test_rare_late_uses_do_not_count():
+    density = Density(1000, PAGE)
+    assert reused(density, "late", 500) == 0 and density.age == 512
+    for i in range(200):
+        reused(density, f"soon{i}", 1)
+    assert density.age == 4
+
+
+def test_what_is_long_ago_is_forgotten():
+    density = Density(10**6, PAGE)
+    reused(density, "late", 500)
+    admitted(density, "other", 20, 5 * FORGET_AFTER)
+    for i in range(10):
+        reused(density, f"soon{i}", 1)
+    assert density.age == 4
+    assert len(density._since) <= 4 * 10**6
+    small = Density(2, PAGE)
+    for i in range(100):
+        small.publish(i)
+    assert len(small._since) == 8
 
 
 def test_a_stride_contradicts_another_policy_than_the_grid():
     assert load_settings({STRIDE: "2", CHECKPOINT_POLICY: "grid"}).offload_page_stride == 2
     with pytest.raises(ConfigError, match="'tails' has no stride"):
         load_settings({STRIDE: "2", CHECKPOINT_POLICY: "tails"})
-    with pytest.raises(ConfigError, match="must be combined, grid, tails, branch or spaced"):
+    with pytest.raises(
+        ConfigError, match="must be combined, sparse, grid, tails, branch or spaced"
+    ):
         load_settings({CHECKPOINT_POLICY: "best"})
 
 
@@ -140,6 +210,25 @@ def test_what_a_record_saves_is_counted_from_the_one_below():
         slot = store.reserve()
         store.publish(names[pages - 1], pages * PAGE, slot, replace=True, mixed=False)
     assert [store.saving(names, pages * PAGE) for pages in (1, 2, 4)] == [PAGE, PAGE, 3 * PAGE]
+
+
+def test_what_only_fills_room_goes_first_and_counts_for_nobody_until_it_is_used():
+    store, names = CheckpointStore(4, PAGE, weighed=True), chain("r0", 4)
+    for pages in (1, 2, 3, 4):
+        slot = store.reserve()
+        store.publish(
+            names[pages - 1],
+            pages * PAGE,
+            slot,
+            replace=True,
+            mixed=False,
+            saves=store.saving(names, pages * PAGE),
+            filler=pages in (2, 3),
+        )
+    assert store.get(names[3]).saves == 3 * PAGE and store.get(names[2]).saves == 0
+    assert store.order() == [names[1], names[2], names[0], names[3]]
+    store.touch(names[2], store.saving(names, 3 * PAGE))
+    assert store.saving(names, 4 * PAGE) == PAGE and not store.get(names[2]).filler
 
 
 def test_a_plain_store_ignores_it():
@@ -210,6 +299,21 @@ def test_the_second_request_that_leaves_a_path_makes_the_third_hit():
     # What the tails save is counted from the new record.
     saved = {r.boundary: r.saves for r in map(engine.manager.store.get, shared) if r is not None}
     assert saved == {512: 512, 1024: 512}
+
+
+def test_what_only_fills_room_is_published_as_such():
+    engine = Engine(policy=Sparse(PAGE, fills=True))
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 1100)])
+    assert engine.manager._paths["r0"].grid == 1, "an empty store has room"
+    engine.commit("r0", 1100)
+    store = engine.manager.store
+    found = {r.boundary: (r.filler, r.saves) for r in map(store.get, store.order())}
+    assert found == {256: (True, 0), 512: (True, 0), 768: (True, 0), 1024: (False, 1024)}
+    assert len(engine.manager.density._since) == 4
+    engine.manager.release("r0")
+    engine.manager.reset()
+    assert not engine.manager.density._since
 
 
 def test_a_hit_weighs_a_record_by_what_it_saves_now():

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .capture import Capture, EndCapture, InteriorCapture
+from .density import Density
 from .geometry import verified_reach
 from .layout import DRAFT_KINDS, Kind
 from .pending import PendingCaptures
@@ -113,6 +114,7 @@ class CheckpointManager:
         self.rings = list(rings)
         self.rows = rows_on(mover.device, mover.layout, self.rings, mover.staging)
         self.policy = policy
+        self.density = Density(store.capacity, store.page_size)
         self.stats = Stats()
         self._requested: dict[str, Record] = {}
         self.storage = StorageTraffic(store, self.stats)
@@ -154,9 +156,17 @@ class CheckpointManager:
 
     # -- before the forward
 
-    def admit(self, rid: str, path: Path) -> None:
-        """A request gets a row: what the placement of its checkpoints goes by until it gives it back."""
-        self._paths[rid] = path
+    def admit(
+        self, rid: str, chain: Sequence[str], resumed: int, matched: int, prompt: int
+    ) -> None:
+        """A request gets a row: what the placement of its checkpoints goes by until it gives it back.
+
+        Args:
+            chain: page hashes of the prompt.
+            resumed, matched, prompt: tokens, as :class:`~.policy.Path`.
+        """
+        grid = self.density.admit(chain, resumed, matched, prompt) if self.policy.fills else 0
+        self._paths[rid] = Path(resumed, matched, prompt, grid)
 
     def request_restore(self, rid: str, key: str, boundary: int) -> None:
         """Pin the checkpoint that a fresh row of ``rid`` will resume from.
@@ -396,7 +406,10 @@ class CheckpointManager:
             return []
         keep = self.policy.output_tails
         self.stats.superseded += self._pending.drop_outputs(rid, length, keep)
-        return self._publisher.commit(rid, chain, length, new_ranges)
+        fillers = self.policy.fillers(self._paths[rid])
+        for boundary in self._pending.ready(rid, length) if self.policy.fills else ():
+            self.density.publish(chain[boundary // self.store.page_size - 1])
+        return self._publisher.commit(rid, chain, length, new_ranges, fillers)
 
     def release(self, rid: str) -> None:
         """The request gave its row back, in whatever way: nothing of it may stay pinned or pending."""
@@ -415,6 +428,7 @@ class CheckpointManager:
         self._requested.clear()
         self._draft_foreign.clear()
         self._paths.clear()
+        self.density.clear()
         self._publisher.clear()
         self.store.clear()
         self.storage.clear()

@@ -35,11 +35,14 @@ class Path:
         matched: tokens that the tree held, with or without a checkpoint: where it leaves a known path.
         prompt: tokens that are computed before the next one is sampled. For a request that comes back after a
             retraction that includes what it had generated.
+        grid: pages between checkpoints that the store affords beside others, 0 for none; asked for by
+            policies that fill it.
     """
 
     resumed: int
     matched: int
     prompt: int
+    grid: int = 0
 
 
 class PlacementPolicy(Protocol):
@@ -49,14 +52,20 @@ class PlacementPolicy(Protocol):
         page_size: tokens per page.
         weighed: records are evicted by what they save, otherwise least recently used first.
         output_tails: checkpoints that are kept of a request's output.
+        fills: asks for :attr:`Path.grid`.
     """
 
     page_size: int
     weighed: bool
     output_tails: int
+    fills: bool
 
     def boundaries(self, span: Span, path: Path) -> list[int]:
         """Boundaries in ``(span.start, span.end]`` to capture, ascending."""
+        ...
+
+    def fillers(self, path: Path) -> set[int]:
+        """Boundaries among them that are captured only because there is room: the first to go."""
         ...
 
 
@@ -76,9 +85,13 @@ class Grid:
     stride: int
     weighed = False
     output_tails = 2
+    fills = False
 
     def boundaries(self, span: Span, path: Path) -> list[int]:
         return boundaries(span.start, span.end, self.stride * self.page_size)
+
+    def fillers(self, path: Path) -> set[int]:
+        return set()
 
 
 @dataclass(frozen=True)
@@ -89,11 +102,11 @@ class Sparse:
         page_size: tokens per page.
         spare: tokens at the end of a prompt that are always computed: 1, with bigram keys 2.
         branch: also where the request leaves a path that the tree knows, if no checkpoint is there.
-        spacing: also ``spacing``, ``2 * spacing``, ``4 * spacing``... pages before the prompt's tail; 0: not.
+        spacing: also ``spacing``, ``4 * spacing``, ``16 * spacing``... pages before the tail; 0: not.
         least: pages that a tail must save over the checkpoint below it.
         share: and it must save at least its depth divided by this; 0 for no such limit.
         output_every: pages between the boundaries of an output that are captured; the last one stays.
-        grid: also at every ``grid``-th page boundary of a prompt; 0 for none.
+        fills: also at every :attr:`Path.grid`-th page boundary of a prompt.
 
     A prompt of 2,700 tokens of which the tree knows 600, with a checkpoint at 256:
 
@@ -101,7 +114,7 @@ class Sparse:
     >>> Sparse(256).boundaries(Span(256, 2700), path)
     [2560]
     >>> Sparse(256, branch=True, spacing=2).boundaries(Span(256, 2700), path)
-    [512, 1536, 2048, 2560]
+    [512, 2048, 2560]
 
     A prompt of exactly 10 pages: the same prompt resumes a page before its end, a longer one at its end.
 
@@ -109,6 +122,11 @@ class Sparse:
     [2304, 2560]
     >>> Sparse(256, least=2).boundaries(Span(0, 2560), Path(0, 0, 2560))
     [2304]
+
+    With room for a checkpoint at every fourth page:
+
+    >>> Sparse(256, fills=True).boundaries(Span(0, 2700), Path(0, 0, 2700, grid=4))
+    [1024, 2048, 2560]
     """
 
     page_size: int
@@ -118,7 +136,7 @@ class Sparse:
     least: int = 1
     share: int = 0
     output_every: int = 1
-    grid: int = 0
+    fills: bool = False
     weighed = True
     output_tails = 1
 
@@ -126,15 +144,24 @@ class Sparse:
         page = self.page_size
         if span.end // page == span.start // page:
             return []
-        prompt = self._of_prompt(path)
-        found = [b for b in prompt if span.start < b <= span.end]
+        points, fillers = self._points(path), self.fillers(path)
+        found = [b for b in sorted(fillers.union(points)) if span.start < b <= span.end]
         # Behind the prompt: counted from its deepest checkpoint.
-        deepest, every = max(prompt, default=path.resumed), self.output_every * page
+        deepest, every = max(points, default=path.resumed), self.output_every * page
+        if self.fills and path.grid:
+            every = min(every, path.grid * page)
         output = max(span.start, page_floor(path.prompt, page))
         return found + [b for b in boundaries(output, span.end, page) if (b - deepest) % every == 0]
 
-    def _of_prompt(self, path: Path) -> list[int]:
-        """The prompt's boundaries to capture, ascending."""
+    def fillers(self, path: Path) -> set[int]:
+        if not self.fills or not path.grid:
+            return set()
+        tail = page_floor(path.prompt, self.page_size)
+        grid = boundaries(path.resumed, tail, path.grid * self.page_size)
+        return set(grid).difference(self._points(path))
+
+    def _points(self, path: Path) -> list[int]:
+        """Boundaries of the prompt that are likely to be of use, ascending."""
         page, tail = self.page_size, page_floor(path.prompt, self.page_size)
         found = set()
         if self.branch and path.matched > path.resumed:
@@ -142,9 +169,7 @@ class Sparse:
         known, back = max(found, default=path.resumed), self.spacing * page
         while back and tail - back > known:
             found.add(tail - back)
-            back *= 2
-        if self.grid:
-            found.update(boundaries(path.resumed, tail, self.grid * page))
+            back *= 4
         for boundary in sorted({page_floor(max(path.prompt - self.spare, 0), page), tail}):
             below = max((b for b in found if b < boundary), default=path.resumed)
             if boundary - below >= max(self.least * page, self.share and boundary / self.share):
@@ -152,18 +177,14 @@ class Sparse:
         return sorted(found)
 
 
-SPACING, LEAST, SHARE, OUTPUT_EVERY = 56, 2, 32, 2
+SPACING, LEAST, SHARE, OUTPUT_EVERY = 64, 2, 32, 2
 """Pages, pages, a ratio and pages: chosen on traces (docs/placement.md)."""
-DENSEST_GRID = 16
-"""Pages between checkpoints of the coarsest grid that is worth its copies beside the other points."""
 PAGES_PER_RECORD = 16
 """Host pages for which the default budget holds one record."""
-POLICIES = ("combined", "grid", "tails", "branch", "spaced")
+POLICIES = ("combined", "sparse", "grid", "tails", "branch", "spaced")
 
 
-def policy_of(
-    name: str, *, page_size: int, spare: int = 1, stride: int = 1, pages: int = 0, records: int = 0
-) -> PlacementPolicy:
+def policy_of(name: str, *, page_size: int, spare: int = 1, stride: int = 1) -> PlacementPolicy:
     """The policy that an operator names.
 
     Args:
@@ -171,13 +192,6 @@ def policy_of(
         page_size: tokens per page.
         spare: as :class:`Sparse`.
         stride: of the grid.
-        pages: that the cache holds beside the store; 0 if that is not limited.
-        records: of the store.
-
-    A store that has room enough gets a grid beside the other points, about half as dense as it could hold:
-
-    >>> [policy_of("combined", page_size=256, pages=1600, records=n).grid for n in (100, 200, 800, 1600)]
-    [0, 15, 3, 1]
     """
     if name == "grid":
         return Grid(page_size, stride)
@@ -187,9 +201,8 @@ def policy_of(
         return Sparse(page_size, spare, branch=True)
     if name == "spaced":
         return Sparse(page_size, spare, branch=True, spacing=SPACING)
-    if name != "combined":
+    if name not in POLICIES:
         raise ValueError(f"no placement policy is called {name!r}, only {', '.join(POLICIES)}")
-    grid = max(-(-2 * pages // records) - 1, 1) if pages else 0
     return Sparse(
         page_size,
         spare,
@@ -198,5 +211,5 @@ def policy_of(
         least=LEAST,
         share=SHARE,
         output_every=OUTPUT_EVERY,
-        grid=grid if grid <= DENSEST_GRID else 0,
+        fills=name == "combined",
     )

@@ -25,6 +25,7 @@ class Record:
         live: False once the store no longer offers it (its slot is freed with the last pin).
         stored: storage was given it, or it came from there.
         saves: tokens that a hit saves over the next shallower checkpoint, when it was last used.
+        filler: was captured because there was room, and nobody has used it: the first to go.
         rank: (score, use) of its last use; the lowest goes first.
     """
 
@@ -36,6 +37,7 @@ class Record:
     live: bool = True
     stored: bool = False
     saves: int = 0
+    filler: bool = False
     rank: tuple[int, int] = (0, 0)
 
 
@@ -132,7 +134,7 @@ class CheckpointStore:
 
     def _use(self, record: Record) -> None:
         self._uses += 1
-        record.rank = (self._level + record.saves if self.weighed else 0, self._uses)
+        record.rank = (0 if not self.weighed else self._level + record.saves, self._uses)
         if len(self._queue) > 2 * len(self._records) + 64:
             self._queue = [(r.rank, r.key) for r in self._records.values() if r is not record]
             heapify(self._queue)
@@ -144,7 +146,15 @@ class CheckpointStore:
         self._free.append(slot)
 
     def publish(
-        self, key: str, boundary: int, slot: int, *, replace: bool, mixed: bool, saves: int = 0
+        self,
+        key: str,
+        boundary: int,
+        slot: int,
+        *,
+        replace: bool,
+        mixed: bool,
+        saves: int = 0,
+        filler: bool = False,
     ) -> Published:
         """Make the capture in a reserved slot the record of ``key``.
 
@@ -153,6 +163,7 @@ class CheckpointStore:
                 otherwise an existing record stays and the slot is given back.
             mixed: recorded as :attr:`Record.mixed`.
             saves: as :attr:`Record.saves`, in tokens.
+            filler: as :attr:`Record.filler`; it saves nothing until it is used.
         """
         existing = self._records.get(key)
         if existing is not None and not replace:
@@ -161,7 +172,9 @@ class CheckpointStore:
         if existing is not None:
             self.remove(key)
         self._reserved.remove(slot)
-        record = self._records[key] = Record(key, boundary, slot, mixed, saves=saves)
+        record = self._records[key] = Record(
+            key, boundary, slot, mixed, saves=0 if filler else saves, filler=filler
+        )
         self._use(record)
         return Published.NEW if existing is None else Published.REPLACED
 
@@ -189,8 +202,12 @@ class CheckpointStore:
         return 0
 
     def saving(self, chain: Sequence[str], boundary: int) -> int:
-        """Tokens from the deepest record below ``boundary`` to it. See :meth:`deepest` for ``chain``."""
-        return boundary - self.deepest(chain, boundary - self.page_size)
+        """Tokens from the deepest record below ``boundary`` to it, fillers left out; ``chain`` as above."""
+        for pages in range(boundary // self.page_size - 1, 0, -1):
+            record = self._records.get(chain[pages - 1])
+            if record is not None and not record.filler:
+                return boundary - pages * self.page_size
+        return boundary
 
     def get(self, key: str) -> Record | None:
         """The record of ``key``, without counting a use."""
@@ -200,7 +217,8 @@ class CheckpointStore:
         """Count a use of the record of ``key``, if it is there, and note what it saves now."""
         record = self._records.get(key)
         if record is not None:
-            record.saves = record.saves if saves is None else saves
+            if saves is not None:
+                record.saves, record.filler = saves, False
             self._use(record)
 
     def pin(self, key: str) -> Record | None:

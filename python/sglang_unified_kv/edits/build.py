@@ -133,18 +133,16 @@ def build_manager(
     pages = tokens // cache.page_size
     slot_bytes = HEADER_BYTES + layout.record_bytes
     records = host_records(settings, slot_bytes, pages // pages_per_record(settings))
-    sizes = torch.tensor([records, slots, pages])
+    sizes = torch.tensor([records, slots])
     # Once, so that every rank places, evicts and drops alike (invariant 2).
     cache._all_reduce(sizes, torch.distributed.ReduceOp.MIN)
-    records, slots, pages = sizes.tolist()
+    records, slots = sizes.tolist()
     policy = policy_of(
         policy_name(settings),
         page_size=cache.page_size,
         # A bigram key is one shorter than its tokens.
         spare=1 + cache.tree_core.is_eagle,
         stride=stride_of(settings),
-        pages=pages,
-        records=records,
     )
     logger.info(
         "Checkpoints engaged: %d records of %.3f MB, %.2f GB host memory, %d staging slots "

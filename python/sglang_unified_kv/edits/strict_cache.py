@@ -15,7 +15,6 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
-from ..checkpoint.policy import Path
 from ..checkpoint.publish import NewRange
 from ..checkpoint.reuse import TreeMatch, gate
 from .active import Active, activate
@@ -129,7 +128,8 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         if len(key) - matched >= self.page_size:
             result = super().match_prefix(MatchPrefixParams(key=key, req=req))
             matched = max(result.device_prefix_len + result.host_hit_length, matched)
-        self.checkpoints.admit(key_of(req), Path(req.prefix_len, matched, len(tokens)))
+        chain = self._chain(req, key)
+        self.checkpoints.admit(key_of(req), chain, req.prefix_len, matched, len(tokens))
 
     def restore_swa_windows(self, req: Req) -> None:
         tokens = req.full_untruncated_fill_ids
