@@ -2,8 +2,8 @@
 
     python benchmark/placement.py --trace conversation_trace.jsonl --plot docs/placement.png
 
-Without ``--trace`` the traces are made up. Budgets are parts of the records that a checkpoint at every boundary
-would need for all pages of the trace; with ``--page-part`` the cache of pages is limited as well.
+Without ``--trace`` the traces are made up. Budgets are parts of the records that a checkpoint at every
+boundary would need for all pages of the trace; with ``--page-part`` the cache of pages is limited as well.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from sglang_unified_kv.checkpoint.policy import POLICIES, Grid, policy_of
+from sglang_unified_kv.checkpoint.policy import POLICIES, policy_of
 from sglang_unified_kv.placement.bound import (
     fewest_captures,
     hits_by_captures,
-    matches,
     most_hits,
 )
 from sglang_unified_kv.placement.replay import Replay, Tally
@@ -36,7 +35,7 @@ from sglang_unified_kv.placement.trace import (
 )
 
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
-PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 RECORD_MB, PAGE_MB = 9.224, 2.3
 """Of DeepSeek-V4-Pro."""
 SHOWN = [name for name in POLICIES if name != "grid"]

@@ -77,11 +77,11 @@ class Settings(BaseSettings):
         Field(
             default=None,
             alias=CHECKPOINT_POLICY,
-            description="Where checkpoints are taken: 'grid' (every boundary, or every Nth with a stride), 'tails' "
-            "(ends of prompt and output), 'branch' (tails, and where a request leaves a cached path), 'spaced' "
-            "(branch, and at growing distances before the prompt's end), 'sparse' (of these what saves enough) "
-            "or 'combined' (sparse, and a grid as dense as the host budget affords). Default: grid if a stride "
-            "is given, otherwise combined.",
+            description="Where checkpoints are taken: 'grid' (every boundary, or every Nth with a stride), "
+            "'tails' (ends of prompt and output), 'branch' (tails, and where requests leave a cached path), "
+            "'spaced' (branch, and at growing distances before the prompt's end), 'sparse' (of these what "
+            "saves enough) or 'combined' (sparse, and a grid as dense as the host budget affords). Default: "
+            "grid if a stride is given, otherwise combined.",
             json_schema_extra={"allowed": "combined, sparse, grid, tails, branch or spaced"},
         )
     )

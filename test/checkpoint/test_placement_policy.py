@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up_engine import PAGE, Engine, chain
-from sglang_unified_kv.checkpoint.density import FORGET_AFTER, Density
+from sglang_unified_kv.checkpoint.density import FORGET_AFTER, REMEMBERED, Density
 from sglang_unified_kv.checkpoint.policy import POLICIES, Grid, Path, Span, Sparse, policy_of
 from sglang_unified_kv.checkpoint.publish import NewRange
 from sglang_unified_kv.checkpoint.store import CheckpointStore
@@ -122,7 +122,7 @@ def reused(density, name, after, pages=20):
 
 def test_a_store_affords_what_it_can_hold_until_its_records_are_used():
     # 100 requests of 20 pages between a record and its use, counted as 128.
-    for capacity, grid in ((128 * 30, 1), (128 * 12, 2), (128 * 4, 9), (128 * 2, 0), (128, 0)):
+    for capacity, grid in ((128 * 30, 1), (128 * 12, 2), (128 * 4, 8), (128 * 2, 0), (128, 0)):
         density = Density(capacity, PAGE)
         assert reused(density, "r", 100) == grid, capacity
         assert density.age == 128
@@ -143,7 +143,7 @@ def test_rare_late_uses_do_not_count():
     assert reused(density, "late", 500) == 0 and density.age == 512
     for i in range(200):
         reused(density, f"soon{i}", 1)
-    assert density.age == 4
+    assert density.age == 2
 
 
 def test_what_is_long_ago_is_forgotten():
@@ -152,12 +152,14 @@ def test_what_is_long_ago_is_forgotten():
     admitted(density, "other", 20, 5 * FORGET_AFTER)
     for i in range(10):
         reused(density, f"soon{i}", 1)
-    assert density.age == 4
-    assert len(density._since) <= 4 * 10**6
-    small = Density(2, PAGE)
-    for i in range(100):
-        small.publish(i)
-    assert len(small._since) == 8
+    assert density.age == 2
+
+
+def test_what_is_remembered_is_bounded():
+    density = Density(2, PAGE)
+    for i in range(REMEMBERED + 100):
+        density.publish(i)
+    assert len(density._since) == REMEMBERED and 99 not in density._since
 
 
 def test_a_stride_contradicts_another_policy_than_the_grid():

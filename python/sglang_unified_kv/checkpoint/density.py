@@ -17,6 +17,8 @@ COVERED = 0.99
 """Part of what hits save that comes from uses within the age that is counted with."""
 FORGET_AFTER = 4096
 """Requests after which everything counts half."""
+REMEMBERED = 1 << 16
+"""Records whose last use is remembered, evicted ones included; four times the store if that is more."""
 
 
 class Density:
@@ -45,7 +47,7 @@ class Density:
         self._since[key] = self._requests
         self._since.move_to_end(key)
         # Evicted ones are remembered for a while: what was evicted too early must count as well.
-        while len(self._since) > 4 * self._capacity:
+        while len(self._since) > max(4 * self._capacity, REMEMBERED):
             self._since.popitem(last=False)
 
     def admit(self, chain: Sequence[str | int], resumed: int, matched: int, prompt: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,24 +34,27 @@ class _Node:
     children: list[int]
 
 
-def hits_by_captures(requests: Sequence[Request]) -> list[tuple[int, int]]:
-    """``(captures, hit pages)`` of the best placements without a memory limit, captures ascending.
+class Corner(NamedTuple):
+    """The best placement at a price per capture: no other has more ``hits - price * captures``."""
 
-    These are the corners of the concave hull over all placements: with any other number of captures no
-    placement hits more than the line between its neighbours.
+    price: float
+    captures: int
+    hits: int
 
-    Only boundaries where a prompt leaves a known path or two paths part can matter. With a price per capture the best
-    choice among them is found on their tree, for every price at which it changes.
+
+def hits_by_captures(requests: Sequence[Request]) -> list[Corner]:
+    """The best placements without a memory limit, hits in pages, captures ascending.
+
+    Only boundaries where a prompt leaves a known path or two paths part can matter. With a price per capture
+    the best choice among them is found on their tree, for a ladder of prices.
     """
     nodes = _tree(requests)
     total = sum(node.depth * node.visits for node in nodes)
-    corners: dict[int, int] = {0: 0}
-    price = float(max(total, 1))
+    corners, price = [], float(max(total, 1))
     while price > 0.5:
-        captures, hits = _best(nodes, price)
-        corners[captures] = max(hits, corners.get(captures, 0))
+        corners.append(Corner(price, *_best(nodes, price)))
         price /= 1.25
-    return sorted(corners.items())
+    return corners
 
 
 def _tree(requests: Sequence[Request]) -> list[_Node]:
@@ -114,12 +118,9 @@ def _best(nodes: list[_Node], price: float) -> tuple[int, int]:
     return captures, hits
 
 
-def fewest_captures(corners: Sequence[tuple[int, int]], hits: float) -> float:
+def fewest_captures(corners: Sequence[Corner], hits: float) -> float:
     """Captures below which no placement hits that many pages, from :func:`hits_by_captures`."""
-    for (low, few), (high, many) in zip(corners, corners[1:], strict=False):
-        if many >= hits:
-            return low + (high - low) * max(hits - few, 0) / max(many - few, 1)
-    return float(corners[-1][0])
+    return max((hits - c.hits) / c.price + c.captures for c in corners)
 
 
 def _options(requests: Sequence[Request], limits: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -147,8 +148,8 @@ def most_hits(
 ) -> list[int]:
     """Pages that no placement and no eviction hit more than, for each number of records.
 
-    A hit occupies a record from the last pass over its boundary to the hit, and at no time are there more than
-    the store holds. Prices of a record over time, found by subgradient steps, bound the hits from above.
+    A hit occupies a record from the last pass over its boundary to the hit, and at no time are there more
+    than the store holds. Prices of a record over time, found by subgradient steps, bound the hits from above.
 
     Args:
         records: capacities of the store.

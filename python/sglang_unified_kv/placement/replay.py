@@ -1,7 +1,7 @@
 """A trace through tree and store, one request at a time: what is hit, captured, kept and evicted.
 
-Policy, store, pending captures and publisher are the engine's own; the tree is a model of it. Requests run one
-after the other in order of arrival; a prefill is cut into chunks, a decode step computes a token.
+Policy, store, pending captures and publisher are the engine's own; the tree is a model of it. Requests run
+one after the other in order of arrival; a prefill is cut into chunks, a decode step computes a token.
 """
 
 from __future__ import annotations
@@ -139,8 +139,7 @@ class Replay:
         # At least the last token of a prompt is computed.
         matched = self.tree.match(pages, (request.prompt - 1) // self.page) * self.page
         hit = self.store.deepest(pages, matched)
-        if hit:
-            self._hit(pages, hit)
+        restored = self._hit(pages, hit) if hit else None
         grid = 0
         if self.policy.fills:
             grid = self.density.admit(pages, hit, matched, request.prompt)
@@ -149,6 +148,9 @@ class Replay:
         for start in range(hit, request.prompt, self._chunk):
             end = min(start + self._chunk, request.prompt)
             self._capture(rid, self.policy.boundaries(Span(start, end), path), decode=False)
+            if restored is not None:
+                self.store.unpin(restored)
+                restored = None
             self._commit(rid, pages, end, path)
         total = request.prompt + request.output - 1
         for boundary in boundaries(request.prompt, total, self.page):
@@ -166,14 +168,16 @@ class Replay:
         tally.evictions, tally.page_evictions = self.store.evictions, self.tree.evictions
         return Served(matched, hit)
 
-    def _hit(self, pages: Sequence, boundary: int) -> None:
+    def _hit(self, pages: Sequence, boundary: int) -> Record:
+        """Use a record, and pin it until the first chunk has restored it."""
         key = pages[boundary // self.page - 1]
         saves = self.store.saving(pages, boundary) if self.store.weighed else None
         self.store.touch(key, saves)
-        record = self.store.get(key)
+        record = self.store.pin(key)
         if self._used.get(key) is not record:
             self._used[key] = record
             self.tally.used += 1
+        return record
 
     def _capture(self, rid: str, wanted: list[int], *, decode: bool) -> None:
         # The engine's order: what the store cannot hold are shallow boundaries.

@@ -1,7 +1,7 @@
 """Requests as pages: from a Mooncake trace, or made up.
 
-A page is named so that equal names mean equal tokens from the start of the prompt to the end of the page, as the
-engine's page hashes do.
+A page is named so that equal names mean equal tokens from the start of the prompt to the end of the page, as
+the engine's page hashes do.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Request:
 def mooncake(path: Path, *, outputs: bool = True) -> list[Request]:
     """Requests of a Mooncake trace, in order of arrival.
 
-    The trace names whole blocks of prompts by what is before and in them, names a partial last block like one that
-    nobody continues, and does not name outputs. What a request shares with an earlier one behind
-    their common blocks is therefore inferred: if these end with the last whole block of the earlier prompt (the
+    The trace names whole blocks of prompts by what is before and in them, names a partial last block like one
+    that nobody continues, and does not name outputs. What a request shares with an earlier one behind their
+    common blocks is therefore inferred: if these end with the last whole block of the earlier prompt (the
     latest such request, two blocks or more, since every prompt begins with the same one), the request
     *continues* it. It then shares its prompt to the end, and its output as well if it is at least as long as
     both together, as a next turn is. Otherwise it shares whole blocks alone.
 
     Args:
-        outputs: False if prompts do not hold the outputs of earlier turns, as where reasoning is left out of them.
+        outputs: False if prompts do not hold the outputs of earlier turns, as where reasoning is left out.
     """
     names: dict[tuple[int, int], int] = {}
     seen: set[int] = set()
