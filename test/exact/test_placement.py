@@ -119,7 +119,7 @@ def test_hits_are_as_long_as_the_simulator_says(engine, manager, name, stride, r
 )
 def test_hits_are_exact(engine, manager, name):
     use(manager, name)
-    recorder, traffic = Recorder(engine), Traffic(21)
+    recorder, traffic = Recorder(engine), Traffic(23)
     runs = []
     for _ in range(12):
         ids = traffic.next()
