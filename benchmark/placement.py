@@ -1,8 +1,8 @@
 """Placement policies on traces: hits, captures, and what a placement that knew the future could do.
 
-    python benchmark/placement.py --trace conversation_trace.jsonl --plot docs/placement.png
+    python benchmark/placement.py --trace conversation_trace.jsonl --made-up --plot docs/placement.png
 
-Without ``--trace`` the traces are made up. Budgets are parts of the records that a checkpoint at every
+Without ``--trace`` the traces are made up alone. Budgets are parts of the records that a checkpoint at every
 boundary would need for all pages of the trace; with ``--page-part`` the cache of pages is limited as well.
 """
 
@@ -46,6 +46,9 @@ def main(
     trace: Annotated[
         Path | None, typer.Option(help="Mooncake trace, one JSON object a line.")
     ] = None,
+    made: Annotated[
+        bool, typer.Option("--made-up", help="The traces that are made up, beside the trace given.")
+    ] = False,
     outputs: Annotated[
         bool, typer.Option(help="Later turns hold the outputs of earlier ones.")
     ] = True,
@@ -64,7 +67,7 @@ def main(
     """Replay and print."""
     if trace is not None:
         _requests[trace.stem] = mooncake(trace, outputs=outputs)
-    else:
+    if made or trace is None:
         _requests.update({name: made_up(name, count) for name in MADE_UP})
     found = {}
     # Forked: the workers have the requests.

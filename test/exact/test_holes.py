@@ -213,6 +213,7 @@ def test_h8_a_draft_forward_never_sees_the_plan(engine, recorder, oracle):
     manager = engine.tree.checkpoints
     assert manager_of(engine.pool) is manager and manager_of(object()) is None
     draft = SimpleNamespace(is_draft_worker=True, token_to_kv_pool=engine.pool)
+    manager.admit("draft", [], 0, 0, 256)
     manager.plan([Row("draft", 1, -1, 0, 256, False)])
     try:
         assert forward(lambda self, batch: manager.armed, draft, None) is False
