@@ -80,7 +80,8 @@ def test_outputs_are_counted_from_the_deepest_checkpoint_of_the_prompt():
 @given(policies, paths)
 def test_fillers_are_what_the_grid_adds(policy, path):
     span = Span(path.resumed, path.prompt)
-    without = replace(policy, fills=False).boundaries(span, path)
+    roomy = replace(policy, fills=False, least=1, share=0)
+    without = (roomy if policy.fills and path.grid else policy).boundaries(span, path)
     fillers = policy.fillers(path)
     assert set(policy.boundaries(span, path)) == fillers.union(without)
     assert fillers.isdisjoint(without)
@@ -88,6 +89,12 @@ def test_fillers_are_what_the_grid_adds(policy, path):
         b for b in range(path.resumed + 1, path.prompt + 1) if b % (PAGE * max(path.grid, 1)) == 0
     ]
     assert fillers.union(without).issuperset(grid) or not (policy.fills and path.grid)
+
+
+def test_with_room_no_tail_is_left_out():
+    thin, path = Sparse(PAGE, least=2, output_every=2, fills=True), Path(256, 256, 700)
+    assert thin.boundaries(Span(256, 1400), path) == [768, 1280]
+    assert thin.boundaries(Span(256, 1400), replace(path, grid=9)) == [512, 768, 1024, 1280]
 
 
 def test_names():

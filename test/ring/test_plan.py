@@ -12,6 +12,7 @@ from sglang_unified_kv.reference.model import CONFIG
 from sglang_unified_kv.ring.capacity import (
     Machine,
     Sizes,
+    checkpoints,
     first_limits,
     fitted_budget,
     prompts,
@@ -132,6 +133,9 @@ def test_what_runs_out_first():
     }
     assert first_limits(held) == ("request slots", "checkpoints")
     assert prompts(sizes_of(stride=4), 50 * PAGE + 1)["checkpoints"] == 500 // 12
+    # The prompt's tail and a checkpoint 64 pages before it.
+    assert checkpoints(sizes_of(policy="combined"), 70 * PAGE + 1) == 2
+    assert prompts(sizes_of(policy="combined"), 70 * PAGE + 1)["checkpoints"] == 250
     assert first_limits(prompts(sizes_of(records=0, host_pages=0), 12_801)) == (
         "request slots",
         None,

@@ -106,7 +106,8 @@ class Sparse:
         least: pages that a tail must save over the checkpoint below it.
         share: and it must save at least its depth divided by this; 0 for no such limit.
         output_every: pages between the boundaries of an output that are captured; the last one stays.
-        fills: also at every :attr:`Path.grid`-th page boundary of a prompt.
+        fills: also at every :attr:`Path.grid`-th page boundary of a prompt; with room for these, every tail
+            and every boundary of an output is worth its record.
 
     A prompt of 2,700 tokens of which the tree knows 600, with a checkpoint at 256:
 
@@ -147,18 +148,20 @@ class Sparse:
         points, fillers = self._points(path), self.fillers(path)
         found = [b for b in sorted(fillers.union(points)) if span.start < b <= span.end]
         # Behind the prompt: counted from its deepest checkpoint.
-        deepest, every = max(points, default=path.resumed), self.output_every * page
-        if self.fills and path.grid:
-            every = min(every, path.grid * page)
+        deepest = max(points, default=path.resumed)
+        every = page if self._has_room(path) else self.output_every * page
         output = max(span.start, page_floor(path.prompt, page))
         return found + [b for b in boundaries(output, span.end, page) if (b - deepest) % every == 0]
 
     def fillers(self, path: Path) -> set[int]:
-        if not self.fills or not path.grid:
+        if not self._has_room(path):
             return set()
         tail = page_floor(path.prompt, self.page_size)
         grid = boundaries(path.resumed, tail, path.grid * self.page_size)
         return set(grid).difference(self._points(path))
+
+    def _has_room(self, path: Path) -> bool:
+        return self.fills and path.grid > 0
 
     def _points(self, path: Path) -> list[int]:
         """Boundaries of the prompt that are likely to be of use, ascending."""
@@ -172,7 +175,8 @@ class Sparse:
             back *= 4
         for boundary in sorted({page_floor(max(path.prompt - self.spare, 0), page), tail}):
             below = max((b for b in found if b < boundary), default=path.resumed)
-            if boundary - below >= max(self.least * page, self.share and boundary / self.share):
+            saves = max(self.least * page, self.share and boundary / self.share)
+            if boundary - below >= (page if self._has_room(path) else saves):
                 found.add(boundary)
         return sorted(found)
 

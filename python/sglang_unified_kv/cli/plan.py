@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import BIT_EXACT_HICACHE, RING_FIXES, load_settings
-from ..ring.capacity import GB, Machine, Sizes, first_limits, prompts, warnings
+from ..ring.capacity import GB, Machine, Sizes, checkpoints, first_limits, prompts, warnings
 from .extra import require_extra
 
 PRODUCT_SWITCHES = (BIT_EXACT_HICACHE, RING_FIXES)
@@ -105,6 +105,7 @@ def _report(sizes: Sizes, machine: Machine, available: int, length: int) -> dict
         "available": available,
         "host_bytes": sizes.host_bytes,
         "prompt_tokens": length,
+        "checkpoints_per_prompt": checkpoints(sizes, length),
         "prompts": held,
         "limits_running": running,
         "limits_cached": cached,
@@ -130,6 +131,11 @@ def _print(report: dict[str, Any]) -> None:
         ("full tokens, window sized by tokens", f"{scaled:,}"),
         ("full tokens, window sized by slots", f"{ring:,} ({ring / max(scaled, 1) - 1:+.1%})"),
         ("a checkpoint", f"{report['per_checkpoint'] / 1e6:.3f} MB"),
+        (
+            f"checkpoints of a prompt of {report['prompt_tokens']:,} tokens ({report['policy']})",
+            f"{report['checkpoints_per_prompt']}, "
+            f"{report['checkpoints_per_prompt'] * report['per_checkpoint'] / 1e6:,.1f} MB",
+        ),
         *(
             (f"host memory: {name}", f"{size / GB:.2f} GB")
             for name, size in report["host_bytes"].items()

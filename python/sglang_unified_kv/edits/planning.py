@@ -8,7 +8,7 @@ from .. import engage
 from ..checkpoint.record_format import HEADER_BYTES
 from ..config import Settings
 from ..ring.capacity import Machine, Sizes
-from .build import host_records, stride_of
+from .build import host_records, pages_per_record, policy_name, stride_of
 from .pool_sizing import layout_of, staging_bytes
 
 
@@ -61,11 +61,11 @@ class Planner:
         engaged = engage.current() is not None
         memory = get_memory()
         ratio = memory.hicache_ratio if memory.enable_hierarchical_cache else 0
-        pages, stride = int(tokens // sizer.page_size * ratio), stride_of(settings)
+        pages = int(tokens // sizer.page_size * ratio)
         record = HEADER_BYTES + layout_of(sizer).record_bytes
         host_page = self.host_page_bytes()
         free = int(machine.host_gb * 1e9) - pages * sum(host_page.values())
-        wanted = (pages or tokens // sizer.page_size) // stride
+        wanted = (pages or tokens // sizer.page_size) // pages_per_record(settings)
         return Sizes(
             per_token=sizer.bytes_per_full_token,
             per_slot=(self.fixed(2 * running) - self.fixed(running)) / running,
@@ -79,7 +79,8 @@ class Planner:
             host_pages=pages,
             host_page=host_page,
             records=host_records(settings, record, wanted, max(free, 0)) if engaged else 0,
-            stride=stride,
+            stride=stride_of(settings),
+            policy=policy_name(settings),
         )
 
     def fixed(self, running: int) -> int:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
+from ..checkpoint.policy import Path, Span, policy_of
+
 GB = 1e9
 PAGE = 256
 
@@ -46,7 +48,8 @@ class Sizes:
         host_pages: pages of HiCache's host pools, which have one page for every 256 tokens.
         host_page: bytes of a host page by pool.
         records: checkpoints of the host pool.
-        stride: pages from checkpoint to checkpoint.
+        stride: pages from checkpoint to checkpoint of the policy 'grid'.
+        policy: where checkpoints are taken.
     """
 
     per_token: float
@@ -62,12 +65,22 @@ class Sizes:
     host_page: dict[str, int]
     records: int
     stride: int
+    policy: str = "grid"
 
     @property
     def host_bytes(self) -> dict[str, int]:
         """Pinned host bytes by pool."""
         pools = {name: size * self.host_pages for name, size in self.host_page.items()}
         return pools | {"checkpoints": self.records * self.per_checkpoint}
+
+
+def checkpoints(sizes: Sizes, length: int) -> int:
+    """Checkpoints that a prompt of ``length`` tokens takes which shares nothing with others.
+
+    What a store with room to spare takes beside them is not counted.
+    """
+    policy = policy_of(sizes.policy, page_size=PAGE, stride=sizes.stride)
+    return len(policy.boundaries(Span(0, length), Path(0, 0, length)))
 
 
 def prompts(sizes: Sizes, length: int) -> dict[str, int]:
@@ -84,7 +97,7 @@ def prompts(sizes: Sizes, length: int) -> dict[str, int]:
     if sizes.host_pages:
         held["host pages"] = sizes.host_pages // pages
     if sizes.records:
-        held["checkpoints"] = sizes.records // max(pages // sizes.stride, 1)
+        held["checkpoints"] = sizes.records // max(checkpoints(sizes, length), 1)
     return held
 
 
@@ -118,8 +131,8 @@ def warnings(sizes: Sizes, machine: Machine, available: int, length: int) -> lis
     if "checkpoints" in held and "host pages" in held and held["checkpoints"] < held["host pages"]:
         found.append(
             f"checkpoints run out before pages: {held['checkpoints']} prompts of {length:,} tokens against "
-            f"{held['host pages']}; raise SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB or "
-            "--hicache-swa-offload-page-stride"
+            f"{held['host pages']}; raise SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB or place fewer: "
+            "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY=sparse"
         )
     return found
 
