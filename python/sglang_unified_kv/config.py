@@ -91,8 +91,8 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         alias=CHECKPOINT_HOST_GB,
         description="Host memory for checkpoints. Unit: GB (1e9 bytes) per rank. Default: unset, "
-        "one record for every 16 KV host pages (without HiCache: device pages), with the policy 'grid' for "
-        "every stride of them; at most a quarter of free memory.",
+        "one record for every 16 KV host pages (without HiCache: device pages) and 64 at least, with the "
+        "policy 'grid' one for every stride of them; at most a quarter of free memory.",
         json_schema_extra={"allowed": "a number > 0, in GB (1e9 bytes) per rank"},
     )
     state_staging_pages: int | None = Field(

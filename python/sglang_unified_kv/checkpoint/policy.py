@@ -185,6 +185,8 @@ SPACING, LEAST, SHARE, OUTPUT_EVERY = 64, 2, 32, 2
 """Pages, pages, a ratio and pages: chosen on traces (docs/placement.md)."""
 PAGES_PER_RECORD = 16
 """Host pages for which the default budget holds one record."""
+FEWEST_RECORDS = 64
+"""Records of the default budget, where there are as many pages."""
 POLICIES = ("combined", "sparse", "grid", "tails", "branch", "spaced")
 
 

@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_schedule
 from .. import engage
 from ..checkpoint.layout import CheckpointLayout, Kind
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.policy import PAGES_PER_RECORD, policy_of
+from ..checkpoint.policy import FEWEST_RECORDS, PAGES_PER_RECORD, policy_of
 from ..checkpoint.record_format import HEADER_BYTES
 from ..checkpoint.rings import Ring
 from ..checkpoint.staging import RecordMover, staging_slots
@@ -41,9 +41,11 @@ def stride_of(settings: Settings) -> int:
     return settings.offload_page_stride or 1
 
 
-def pages_per_record(settings: Settings) -> int:
-    """Pages of the cache for which the store holds one record, unless a budget is given."""
-    return stride_of(settings) if policy_name(settings) == "grid" else PAGES_PER_RECORD
+def default_records(settings: Settings, pages: int) -> int:
+    """Records that the store holds beside ``pages`` pages of the cache, unless a budget is given."""
+    if policy_name(settings) == "grid":
+        return pages // stride_of(settings)
+    return max(pages // PAGES_PER_RECORD, min(pages, FEWEST_RECORDS))
 
 
 def device_slots(settings: Settings, page_size: int, context_tokens: int) -> int:
@@ -132,7 +134,7 @@ def build_manager(
         tokens, layout_name = cache.token_to_kv_pool_allocator.size_full, "layer_first"
     pages = tokens // cache.page_size
     slot_bytes = HEADER_BYTES + layout.record_bytes
-    records = host_records(settings, slot_bytes, pages // pages_per_record(settings))
+    records = host_records(settings, slot_bytes, default_records(settings, pages))
     sizes = torch.tensor([records, slots])
     # Once, so that every rank places, evicts and drops alike (invariant 2).
     cache._all_reduce(sizes, torch.distributed.ReduceOp.MIN)

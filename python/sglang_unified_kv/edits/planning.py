@@ -8,7 +8,7 @@ from .. import engage
 from ..checkpoint.record_format import HEADER_BYTES
 from ..config import Settings
 from ..ring.capacity import Machine, Sizes
-from .build import host_records, pages_per_record, policy_name, stride_of
+from .build import default_records, host_records, policy_name, stride_of
 from .pool_sizing import layout_of, staging_bytes
 
 
@@ -65,7 +65,7 @@ class Planner:
         record = HEADER_BYTES + layout_of(sizer).record_bytes
         host_page = self.host_page_bytes()
         free = int(machine.host_gb * 1e9) - pages * sum(host_page.values())
-        wanted = (pages or tokens // sizer.page_size) // pages_per_record(settings)
+        wanted = default_records(settings, int(pages or tokens // sizer.page_size))
         return Sizes(
             per_token=sizer.bytes_per_full_token,
             per_slot=(self.fixed(2 * running) - self.fixed(running)) / running,
