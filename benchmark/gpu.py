@@ -141,6 +141,7 @@ class Model:
         rid = f"r{self._requests}"
         # A continued row, so that nothing has to be restored.
         manager._generation[0] = 0
+        manager.admit(rid, [], 0, 0, 5 * chunk)
         manager.plan([Row(rid, 0, 0, 4 * chunk, 5 * chunk, False)])
         manager.begin_forward()
         for layer, rings in enumerate(self._of_layer):
@@ -166,6 +167,7 @@ class Model:
         for slot in range(batch):
             manager._generation[slot] = 0
             end = 4 * PAGE + position + slot * PAGE // batch
+            manager.admit(f"d{slot}", [], 0, 0, end - 1)
             rows.append(Row(f"d{slot}", slot, 0, end - 1, end, True))
         manager.plan(rows)
         manager.begin_forward()
@@ -182,6 +184,7 @@ class Model:
                 slot = manager.store.reserve()
                 manager.store.publish(key, PAGE, slot, replace=True, mixed=False)
             generation = manager._generation.get(i, 0) + 1
+            manager.admit(f"h{i}", [key], PAGE, PAGE, PAGE + 1)
             manager.request_restore(f"h{i}", key, PAGE)
             rows.append(Row(f"h{i}", i, generation, PAGE, PAGE + 1, False))
         manager.plan(rows)

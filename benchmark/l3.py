@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["SGLANG_UNIFIED_KV_REFERENCE_ENGINE"] = "1"
 os.environ["SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"] = "1"
 os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"] = "0.2"
+os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"] = "grid"
 
 import typer  # noqa: E402
 from rich.console import Console  # noqa: E402

@@ -11,6 +11,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["SGLANG_UNIFIED_KV_REFERENCE_ENGINE"] = "1"
 os.environ["SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"] = "1"
 os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"] = "0.1"
+# A record at every boundary, unless a test is about another placement.
+os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"] = "grid"
 
 import contextlib  # noqa: E402
 

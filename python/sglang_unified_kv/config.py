@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 BIT_EXACT_HICACHE = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 BIT_EXACT_RADIX = "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX"
 OFFLOAD_PAGE_STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
+CHECKPOINT_POLICY = "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"
 CHECKPOINT_HOST_GB = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
 STATE_STAGING_PAGES = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
 PROVENANCE = "SGLANG_UNIFIED_KV_PROVENANCE"
@@ -69,9 +70,21 @@ class Settings(BaseSettings):
         default=None,
         ge=1,
         alias=OFFLOAD_PAGE_STRIDE,
-        description="Take a checkpoint at every Nth page boundary. Unit: pages of 256 tokens. "
-        "Default: unset, the placement policy decides (today: every boundary).",
+        description="Take a checkpoint at every Nth page boundary, as the policy 'grid' does. Unit: pages "
+        "of 256 tokens. Default: unset, the placement policy decides.",
         json_schema_extra={"allowed": "an integer >= 1, in pages"},
+    )
+    checkpoint_policy: Literal["combined", "sparse", "grid", "tails", "branch", "spaced"] | None = (
+        Field(
+            default=None,
+            alias=CHECKPOINT_POLICY,
+            description="Where checkpoints are taken: 'grid' (every boundary, or every Nth with a stride), "
+            "'tails' (ends of prompt and output), 'branch' (tails, and where requests leave a cached path), "
+            "'spaced' (branch, and at growing distances before the prompt's end), 'sparse' (of these what "
+            "saves enough) or 'combined' (sparse, and a grid as dense as the host budget affords). Default: "
+            "grid if a stride is given, otherwise combined.",
+            json_schema_extra={"allowed": "combined, sparse, grid, tails, branch or spaced"},
+        )
     )
     checkpoint_host_gb: float | None = Field(
         default=None,
@@ -79,8 +92,8 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
         alias=CHECKPOINT_HOST_GB,
         description="Host memory for checkpoints. Unit: GB (1e9 bytes) per rank. Default: unset, "
-        "one record per KV host page (without HiCache: device page) divided by the stride, at most "
-        "a quarter of free memory.",
+        "one record for every 16 KV host pages (without HiCache: device pages) and 64 at least, with the "
+        "policy 'grid' one for every stride of them; at most a quarter of free memory.",
         json_schema_extra={"allowed": "a number > 0, in GB (1e9 bytes) per rank"},
     )
     state_staging_pages: int | None = Field(
@@ -146,13 +159,20 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     allowed = {f.alias: f.json_schema_extra["allowed"] for f in Settings.model_fields.values()}
     found = {name: environ[name] for name in allowed if environ.get(name)}
     try:
-        return Settings(**found)
+        settings = Settings(**found)
     except ValidationError as error:
         bad = sorted({str(item["loc"][0]) for item in error.errors()}, key=list(allowed).index)
-    raise ConfigError(
-        [
+        reasons = [
             f"{name}={found[name]!r} is not allowed: it must be {allowed[name]}; "
             "correct it or unset it"
             for name in bad
         ]
-    )
+        raise ConfigError(reasons) from None
+    if settings.offload_page_stride and settings.checkpoint_policy not in (None, "grid"):
+        raise ConfigError(
+            [
+                f"{CHECKPOINT_POLICY}={settings.checkpoint_policy!r} has no stride, and "
+                f"{OFFLOAD_PAGE_STRIDE}={settings.offload_page_stride} asks for a grid; unset one of them"
+            ]
+        )
+    return settings

@@ -27,7 +27,15 @@ class Engine:
     """Rings, slots and chunks of a made-up model; drives a manager the way the edits do."""
 
     def __init__(
-        self, records=16, staging=4, stride=1, extra=0, strict=False, sections=2, draft=False
+        self,
+        records=16,
+        staging=4,
+        stride=1,
+        extra=0,
+        strict=False,
+        sections=2,
+        draft=False,
+        policy=None,
     ):
         self.rings = [
             Ring.of(Kind.WINDOW, i, self.buffer(WINDOW + extra), WINDOW + extra)
@@ -42,11 +50,12 @@ class Engine:
             [r.spec for r in self.rings], page_size=PAGE, window=WINDOW, overlap=4
         )
         host = torch.full((records, layout.record_bytes), 9, dtype=torch.uint8)
+        policy = policy or Grid(PAGE, stride)
         self.manager = CheckpointManager(
-            CheckpointStore(records, PAGE),
+            CheckpointStore(records, PAGE, weighed=policy.weighed),
             RecordMover(layout, host, staging, torch.device("cpu")),
             self.rings,
-            Grid(PAGE, stride),
+            policy,
             strict_provenance=strict,
         )
         self.generation = [0] * SLOTS
@@ -66,10 +75,20 @@ class Engine:
         fixed = torch.tensor([float(rid[1:]), float(section)]).expand(end - start, 2)
         return torch.stack([fixed[:, 0], positions, fixed[:, 1], positions * 0.5], 1)
 
+    def admit(self, rid, start, prompt, matched=0):
+        self.manager.admit(rid, chain(rid), start, max(start, matched), prompt)
+
+    def plan(self, rows):
+        """Plan a batch; a request that nobody admitted has its first rows for a prompt."""
+        for row in rows:
+            if row.slot is not None and row.rid not in self.manager._paths:
+                self.admit(row.rid, row.start, row.end)
+        self.manager.plan(rows)
+
     def forward(self, spans, decode=False):
         """Compute ``[(rid, slot, start, end), ...]`` as one batch."""
         rows = [Row(r, s, self.generation[s], a, b, decode) for r, s, a, b in spans]
-        self.manager.plan(rows)
+        self.plan(rows)
         try:
             self.manager.begin_forward()
             for i, ring in enumerate(self.rings):
@@ -93,7 +112,7 @@ class Engine:
     def verify(self, rid, slot, known, start, tokens):
         """One verify step: ``tokens`` rows from ``start`` on; ``known`` tokens were known to be committed."""
         row = Row(rid, slot, self.generation[slot], known, known, True, verify=tokens)
-        self.manager.plan([row])
+        self.plan([row])
         try:
             self.manager.begin_forward()
             for i, ring in enumerate(self.rings):
@@ -115,6 +134,7 @@ class Engine:
     def resume(self, rid, other, slot, boundary, length):
         """``other``'s prompt shares ``rid``'s first ``boundary`` tokens; resume and check every row."""
         self.fresh(slot)
+        self.admit(other, boundary, length)
         self.manager.request_restore(other, chain(rid)[boundary // PAGE - 1], boundary)
         self.manager.plan([Row(other, slot, self.generation[slot], boundary, length, False)])
         self.manager.begin_forward()

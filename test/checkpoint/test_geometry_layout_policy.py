@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang_unified_kv.checkpoint.geometry import boundaries, page_floor, ring_rows, row_sources
 from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind, RingSpec
-from sglang_unified_kv.checkpoint.policy import Grid, Span
+from sglang_unified_kv.checkpoint.policy import Grid, Path, Span
 
 PAGE = 256
 
 
-@pytest.mark.parametrize("name", ["geometry", "layout", "policy", "reuse", "staging"])
+@pytest.mark.parametrize("name", ["geometry", "layout", "policy", "reuse", "staging", "store"])
 def test_worked_examples_in_docstrings(name):
     module = importlib.import_module(f"sglang_unified_kv.checkpoint.{name}")
     result = doctest.testmod(module)
@@ -33,10 +33,11 @@ def test_boundaries_are_the_multiples_a_span_completes(start, length, stride):
 )
 def test_chunking_does_not_change_the_grid(start, chunks, stride):
     policy, found, position = Grid(PAGE, stride), [], start
+    path = Path(start, start, start + sum(chunks))
     for chunk in chunks:
-        found += policy.boundaries(Span(position, position + chunk))
+        found += policy.boundaries(Span(position, position + chunk), path)
         position += chunk
-    assert found == policy.boundaries(Span(start, position))
+    assert found == policy.boundaries(Span(start, position), path)
 
 
 @given(

@@ -106,7 +106,7 @@ def test_invariant_1_h4_new_leaf_replaces_and_a_skipped_capture_removes():
     assert engine.manager.stats.replaced == 1 and engine.manager.stats.removed == 1
     engine.fresh(3)
     engine.manager.request_restore("r3", same[3], 1024)
-    engine.manager.plan([Row("r3", 3, engine.generation[3], 1024, 1100, False)])
+    engine.plan([Row("r3", 3, engine.generation[3], 1024, 1100, False)])
     engine.manager.begin_forward()
     assert engine.rings[0].buffer[3 * WINDOW, 0] == 2, "the record must be r2's"
 
@@ -221,7 +221,7 @@ def test_a_row_released_before_launch_is_computed_for_nobody():
     engine = Engine()
     engine.fresh(0)
     engine.fresh(1)
-    engine.manager.plan(
+    engine.plan(
         [Row("gone", None, -1, 255, 256, True), Row("r1", 1, engine.generation[1], 0, 600, False)]
     )
     engine.manager.begin_forward()
@@ -299,7 +299,7 @@ def test_invariant_6_h21_release_leaves_nothing_pinned_or_pending():
 def test_a_section_that_no_layer_handed_over_is_an_error_not_a_record():
     engine = Engine()
     engine.fresh(0)
-    engine.manager.plan([Row("r0", 0, 1, 0, 600, False)])
+    engine.plan([Row("r0", 0, 1, 0, 600, False)])
     engine.manager.begin_forward()
     with pytest.raises(RuntimeError, match="were not captured in this forward"):
         next(engine.manager.end_waves(), None)
@@ -308,7 +308,7 @@ def test_a_section_that_no_layer_handed_over_is_an_error_not_a_record():
 def test_a_kind_that_the_backend_did_not_capture_is_an_error_not_a_record():
     engine = Engine()
     engine.fresh(0)
-    engine.manager.plan([Row("r0", 0, 1, 0, 256, False)])
+    engine.plan([Row("r0", 0, 1, 0, 256, False)])
     engine.manager.begin_forward()
     waves = engine.manager.end_waves()
     next(waves)

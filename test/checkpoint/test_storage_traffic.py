@@ -104,7 +104,7 @@ def test_pinned_records_are_passed_over_once(store):
     for key in "abc":
         store._records[key].pins = 1
     store.reserve()
-    assert [r.key for r in store._records.values()] == list("efghabc")
+    assert store.order() == list("efghabc")
 
 
 def test_what_arrived_is_published_and_the_rest_given_back(store, traffic):

@@ -176,7 +176,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         self.store.check_integrity()
-        assert list(self.store._records) == self.order
+        assert self.store.order() == self.order
         assert self.store.reserved == len(self.reserved)
 
 

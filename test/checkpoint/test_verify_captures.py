@@ -92,7 +92,7 @@ def test_captures_that_no_forward_took_are_seen():
     engine = engine_with_drafts()
     engine.fresh(0)
     manager = engine.manager
-    manager.plan([Row("r0", 0, engine.generation[0], 0, 512, False)])
+    engine.plan([Row("r0", 0, engine.generation[0], 0, 512, False)])
     manager.begin_forward()
     assert manager.armed and manager.unfinished
     manager.close_step()
@@ -105,7 +105,7 @@ def test_a_draft_row_of_a_token_that_never_came_is_in_no_record():
     engine = engine_with_drafts()
     manager = engine.manager
     engine.fresh(0)
-    manager.plan([Row("r0", 0, engine.generation[0], 0, 500, False, next_known=False)])
+    engine.plan([Row("r0", 0, engine.generation[0], 0, 500, False, next_known=False)])
     manager.close_step()
     step = [Row("r0", 0, engine.generation[0], 500, 1000, False)]
     manager.plan(step)
@@ -115,14 +115,14 @@ def test_a_draft_row_of_a_token_that_never_came_is_in_no_record():
     assert planned == {768} and manager.stats.dropped_draft == 1
     manager.release("r0")
     manager.check_idle()
-    manager.plan([Row("r0", 0, engine.generation[0], 500, 1000, False)])
+    engine.plan([Row("r0", 0, engine.generation[0], 500, 1000, False)])
     assert {c.boundary for c in manager._step.interior} == {512, 768}
 
 
 def test_without_a_draft_the_sampled_token_is_in_no_row():
     engine = Engine()
     engine.fresh(0)
-    engine.manager.plan([Row("r0", 0, engine.generation[0], 0, 512, False, next_known=False)])
+    engine.plan([Row("r0", 0, engine.generation[0], 0, 512, False, next_known=False)])
     assert {c.boundary for c in engine.manager._step.interior + engine.manager._step.ends} == {
         256,
         512,

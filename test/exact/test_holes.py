@@ -151,11 +151,11 @@ def test_h11_queued_requests_keep_their_record_young(engine, recorder, oracle):
     recorder.cold(oracle.text[:700])
     store = engine.tree.checkpoints.store
     recorder.run(prompt(9, 700))
-    assert next(reversed(store._records)) != key_at(engine, oracle.text, 512)
+    assert store.order()[-1] != key_at(engine, oracle.text, 512)
     rid = engine.submit(oracle.text[:700], 1)
     (queued,) = engine.scheduler.waiting_queue
     touch_waiting_prefix(queued, engine.tree)
-    assert next(reversed(store._records)) == key_at(engine, oracle.text, 512)
+    assert store.order()[-1] == key_at(engine, oracle.text, 512)
     engine.run_many(rid)
 
 
@@ -213,6 +213,7 @@ def test_h8_a_draft_forward_never_sees_the_plan(engine, recorder, oracle):
     manager = engine.tree.checkpoints
     assert manager_of(engine.pool) is manager and manager_of(object()) is None
     draft = SimpleNamespace(is_draft_worker=True, token_to_kv_pool=engine.pool)
+    manager.admit("draft", [], 0, 0, 256)
     manager.plan([Row("draft", 1, -1, 0, 256, False)])
     try:
         assert forward(lambda self, batch: manager.armed, draft, None) is False

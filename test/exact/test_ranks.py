@@ -128,7 +128,7 @@ def jittered(rank, port, model):
             found,
             manager.store.capacity,
             manager.store.evictions,
-            sorted(manager.store._records),
+            manager.store.order(),
         )
 
 

@@ -45,13 +45,16 @@ def cold_runs(make_engine):
         return [recorder.cold(ids, NEW_TOKENS) for ids in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def engine(make_engine, cold_runs):
+@pytest.fixture(scope="module", params=["grid", pytest.param("combined", marks=pytest.mark.slow)])
+def engine(request, make_engine, cold_runs):
     # Ten pages on the device and twelve records: eviction on every level is normal here.
     with make_engine(
         chunked_prefill_size=512,
         max_total_tokens=2560,
-        env={"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "0.0074"},
+        env={
+            "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "0.0074",
+            "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY": request.param,
+        },
     ) as built:
         assert built.tree.checkpoints.store.capacity == 12
         yield built

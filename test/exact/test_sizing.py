@@ -5,7 +5,7 @@ from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 from sglang_unified_kv import engage
 from sglang_unified_kv.config import load_settings
-from sglang_unified_kv.edits.build import host_records
+from sglang_unified_kv.edits.build import default_records, host_records
 from sglang_unified_kv.edits.pool_sizing import staging_bytes
 
 PAGE = 256
@@ -42,6 +42,9 @@ def test_records_follow_the_host_pool_the_stride_and_the_budget(make_engine):
         pages = engine.tree.cache_controller.mem_pool_host.size // PAGE
         manager = engine.tree.checkpoints
         assert manager.store.capacity == pages == manager.mover.host.shape[0]
+    assert default_records(load_settings({}), pages) == 64 and pages > 64
+    assert default_records(load_settings({}), 4096) == 256
+    assert default_records(load_settings({}), 20) == 20
     env = {
         "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": None,
         "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE": 4,

@@ -72,6 +72,7 @@ class Setup:
 
 
 RADIX = {"SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "0", "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX": "1"}
+POLICY = "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"
 SETUPS = (
     Setup(("sequential",), STORAGE),
     Setup(("overlap", "lpm"), STORAGE | OVERLAP | dict(schedule_policy="lpm")),
@@ -91,6 +92,8 @@ SETUPS = (
         STORAGE | OVERLAP | dict(enable_mixed_chunk=True),
         {"SGLANG_SWA_HICACHE_STATE_STAGING_PAGES": "1"},
     ),
+    Setup(("combined placement", "overlap"), STORAGE | OVERLAP, {POLICY: "combined"}),
+    Setup(("sparse placement", "speculation"), STORAGE | EAGLE, {POLICY: "sparse"}),
     Setup(("strict provenance",), env={"SGLANG_UNIFIED_KV_PROVENANCE": "strict"}),
     Setup(("HiCache off", "speculation", "overlap"), EAGLE | OVERLAP | dict(hicache=False), RADIX),
 )

@@ -16,6 +16,8 @@ NEEDED = {
     "speculation": EVERYWHERE,
     "stride 2": EVERYWHERE,
     "one staging slot": ON_DEVICE,
+    "combined placement": EVERYWHERE,
+    "sparse placement": EVERYWHERE,
     "strict provenance": frozenset({"device", "host"}),
     "HiCache off": ON_DEVICE,
     "several in a batch": EVERYWHERE,

@@ -9,14 +9,23 @@ STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
 HOST_GB = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
 STAGING = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
 PROVENANCE = "SGLANG_UNIFIED_KV_PROVENANCE"
+POLICY = "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"
 
-BAD = {HICACHE: "maybe", STRIDE: "0", HOST_GB: "inf", STAGING: "1.5", PROVENANCE: "dead"}
+BAD = {
+    HICACHE: "maybe",
+    STRIDE: "0",
+    POLICY: "best",
+    HOST_GB: "inf",
+    STAGING: "1.5",
+    PROVENANCE: "dead",
+}
 
 
 def test_defaults():
     assert load_settings({}) == Settings(
         bit_exact_hicache=False,
         offload_page_stride=None,
+        checkpoint_policy=None,
         checkpoint_host_gb=None,
         state_staging_pages=None,
         provenance="live",
@@ -25,11 +34,19 @@ def test_defaults():
 
 def test_every_variable_is_read():
     settings = load_settings(
-        {HICACHE: "1", STRIDE: "4", HOST_GB: "2.5", STAGING: "32", PROVENANCE: "strict"}
+        {
+            HICACHE: "1",
+            STRIDE: "4",
+            POLICY: "grid",
+            HOST_GB: "2.5",
+            STAGING: "32",
+            PROVENANCE: "strict",
+        }
     )
     assert settings == Settings(
         bit_exact_hicache=True,
         offload_page_stride=4,
+        checkpoint_policy="grid",
         checkpoint_host_gb=2.5,
         state_staging_pages=32,
         provenance="strict",

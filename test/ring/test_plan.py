@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from plan_runs import device_bytes
 from ring_objects import PAGE, sizer
 from sglang_unified_kv import engage
+from sglang_unified_kv.checkpoint.policy import policy_of
 from sglang_unified_kv.config import RING_FIXES, load_settings
 from sglang_unified_kv.edits.planning import Planner
 from sglang_unified_kv.reference.harness import prompt
@@ -15,6 +16,7 @@ from sglang_unified_kv.ring import capacity
 from sglang_unified_kv.ring.capacity import (
     Machine,
     Sizes,
+    checkpoints,
     first_limits,
     fitted_budget,
     prompts,
@@ -67,7 +69,7 @@ def check_prompts(engine, sizes, lengths):
         most = new + max(sizes.ahead // 2 - 1, 0)
         low, high = (stored_pages(length, n, sizes.pairs) for n in (new, most))
         assert low <= device == host <= high, (length, new)
-        low, high = (stored_checkpoints(length, n, sizes.pairs, sizes.stride) for n in (new, most))
+        low, high = (checkpoints(sizes, length, n) for n in (new, most))
         assert low <= records <= high, (length, new)
 
 
@@ -161,7 +163,8 @@ def test_pages_of_a_request(length, new, ahead, pairs):
 
 @given(length=lengths, new=lengths, pairs=st.booleans(), stride=st.integers(1, 16))
 def test_checkpoints_of_a_request(length, new, pairs, stride):
-    kept = stored_checkpoints(length, new, pairs, stride)
+    policy = policy_of("grid", page_size=PAGE, stride=stride)
+    kept = stored_checkpoints(length, new, pairs, policy)
     boundaries = range(stride, stored_pages(length, new, pairs) + 1, stride)
     prompt_part = [b for b in boundaries if b * PAGE <= length]
     output_part = [b for b in boundaries if b * PAGE > length]
@@ -202,6 +205,7 @@ def sizes_of(**changes) -> Sizes:
         exact=True,
         records=500,
         stride=1,
+        policy="grid",
         pairs=False,
         ahead=0,
     )
@@ -222,6 +226,9 @@ def test_what_runs_out_first():
     }
     assert first_limits(held) == ("request slots", "checkpoints")
     assert prompts(sizes_of(stride=4), *REQUEST)["checkpoints"] == 500 // 12
+    # The prompt's tail, a checkpoint 64 pages before it, and the output's last.
+    assert checkpoints(sizes_of(policy="combined"), 70 * PAGE + 1, 1) == 2
+    assert prompts(sizes_of(policy="combined"), 70 * PAGE + 1, 1)["checkpoints"] == 250
     assert first_limits(prompts(sizes_of(exact=False, records=0, host_pages=0), *REQUEST)) == (
         "request slots",
         None,

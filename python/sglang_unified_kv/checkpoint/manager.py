@@ -2,7 +2,8 @@
 
 Called by the scheduler's thread only, in this order for every batch::
 
-    request_restore(rid, ...)       a fresh row was matched against a checkpoint: its record is pinned
+    admit(rid, ...)                 what is known of a request that gets a row
+    request_restore(rid, ...)       its row was matched against a checkpoint: that record is pinned
     plan(rows)                      restores are bound to rows, captures get host slots
     begin_forward()                 restores run on the current stream
       capture_interior(...)           each layer hands over the chunk's rows, the draft model's last
@@ -22,10 +23,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .capture import Capture, EndCapture, InteriorCapture
+from .density import Density
 from .geometry import verified_reach
 from .layout import DRAFT_KINDS, Kind
 from .pending import PendingCaptures
-from .policy import PlacementPolicy, Span
+from .policy import Path, PlacementPolicy, Span
 from .publish import NewRange, Publisher
 from .restore import Restore, restore
 from .rings import Ring, check_layout
@@ -112,6 +114,7 @@ class CheckpointManager:
         self.rings = list(rings)
         self.rows = rows_on(mover.device, mover.layout, self.rings, mover.staging)
         self.policy = policy
+        self.density = Density(store.capacity, store.page_size)
         self.stats = Stats()
         self._requested: dict[str, Record] = {}
         self.storage = StorageTraffic(store, self.stats)
@@ -125,6 +128,7 @@ class CheckpointManager:
             self.storage.on_fetched = self.verifier.fetched
         self._warned: set[str] = set()
         self._generation: dict[int, int] = {}
+        self._paths: dict[str, Path] = {}
         # Position behind a draft row that no cold run has, by request.
         self._draft_foreign: dict[str, int] = {}
         self._step: _Step | None = None
@@ -136,6 +140,12 @@ class CheckpointManager:
         """Deepest boundary not beyond ``limit`` tokens that may be resumed at; 0 if none."""
         return 0 if self.suspended else self.store.deepest(chain, limit)
 
+    def touch(self, chain: Sequence[str], boundary: int) -> None:
+        """Count a use of the record at ``boundary`` of a prefix; nothing at 0 or if there is none."""
+        if boundary:
+            saves = self.store.saving(chain, boundary) if self.store.weighed else None
+            self.store.touch(chain[boundary // self.store.page_size - 1], saves)
+
     def suspend(self) -> None:
         """The weights change: nothing is reused or becomes visible until :meth:`reset`."""
         if not self.suspended:
@@ -145,6 +155,18 @@ class CheckpointManager:
             )
 
     # -- before the forward
+
+    def admit(
+        self, rid: str, chain: Sequence[str], resumed: int, matched: int, prompt: int
+    ) -> None:
+        """A request gets a row: what the placement of its checkpoints goes by until it gives it back.
+
+        Args:
+            chain: page hashes of the prompt.
+            resumed, matched, prompt: tokens, as :class:`~.policy.Path`.
+        """
+        grid = self.density.admit(chain, resumed, matched, prompt) if self.policy.fills else 0
+        self._paths[rid] = Path(resumed, matched, prompt, grid)
 
     def request_restore(self, rid: str, key: str, boundary: int) -> None:
         """Pin the checkpoint that a fresh row of ``rid`` will resume from.
@@ -189,6 +211,8 @@ class CheckpointManager:
                 f"{'fresh' if fresh else 'its own'} slot {row.slot}, restore from {found}"
             )
         if fresh:
+            if row.rid not in self._paths:
+                raise CheckpointError(f"request {row.rid} was given a row without being admitted")
             self._publisher.begin(row.rid, row.start)
 
     def _plan_captures(self, step: _Step, rows: Sequence[Row]) -> None:
@@ -220,7 +244,7 @@ class CheckpointManager:
 
     def _wanted(self, rid: str, start: int, end: int) -> list[int]:
         """Boundaries in ``(start, end]`` that the policy wants and whose draft window is a cold run's."""
-        wanted = self.policy.boundaries(Span(start, end))
+        wanted = self.policy.boundaries(Span(start, end), self._paths[rid])
         foreign = self._draft_foreign.get(rid)
         if foreign is None:
             return wanted
@@ -380,12 +404,18 @@ class CheckpointManager:
         if self.suspended:
             self.stats.discarded += self._pending.drop(rid, length)
             return []
-        return self._publisher.commit(rid, chain, length, new_ranges)
+        keep = self.policy.output_tails
+        self.stats.superseded += self._pending.drop_outputs(rid, length, keep)
+        fillers = self.policy.fillers(self._paths[rid])
+        for boundary in self._pending.ready(rid, length) if self.policy.fills else ():
+            self.density.publish(chain[boundary // self.store.page_size - 1])
+        return self._publisher.commit(rid, chain, length, new_ranges, fillers)
 
     def release(self, rid: str) -> None:
         """The request gave its row back, in whatever way: nothing of it may stay pinned or pending."""
         self._drop_request(rid)
         self._draft_foreign.pop(rid, None)
+        self._paths.pop(rid, None)
         self._publisher.forget(rid)
         discarded = self._pending.release(rid)
         self.stats.discarded += discarded
@@ -397,6 +427,8 @@ class CheckpointManager:
         self.suspended = False
         self._requested.clear()
         self._draft_foreign.clear()
+        self._paths.clear()
+        self.density.clear()
         self._publisher.clear()
         self.store.clear()
         self.storage.clear()
@@ -420,6 +452,6 @@ class CheckpointManager:
         """Raise AssertionError unless nothing is pinned, pending or in flight (invariant 6)."""
         self.check_integrity()
         assert self._step is None and not self._requested and not self._pending
-        assert not self._draft_foreign, self._draft_foreign
+        assert not self._draft_foreign and not self._paths, (self._draft_foreign, self._paths)
         self._publisher.check_idle()
         self.storage.check_idle()

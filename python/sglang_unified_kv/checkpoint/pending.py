@@ -103,12 +103,25 @@ class PendingCaptures:
         if not self._requests.get(rid, True):
             del self._requests[rid]
 
+    def ready(self, rid: str, length: int) -> list[int]:
+        """Boundaries of the request's captures that ``length`` tokens cover, ascending."""
+        request = self._requests.get(rid, _Request())
+        return sorted(b for b in request.slots if b <= length)
+
     def take_ready(self, rid: str, length: int) -> dict[int, int]:
         """Hand over the request's slots by boundary, as far as ``length`` tokens cover them."""
-        request = self._requests.get(rid, _Request())
-        ready = {b: request.slots.pop(b) for b in sorted(request.slots) if b <= length}
+        ready = {b: self._requests[rid].slots.pop(b) for b in self.ready(rid, length)}
         self._forget_if_empty(rid)
         return ready
+
+    def drop_outputs(self, rid: str, length: int, keep: int) -> int:
+        """Discard decode captures in ``length`` tokens but the last ``keep``; returns how many that were."""
+        request = self._requests.get(rid, _Request())
+        covered = sorted(b for b in request.decode if b in request.slots and b <= length)
+        dropped = covered[: max(len(covered) - keep, 0)]
+        for boundary in dropped:
+            self._store.discard(request.slots.pop(boundary))
+        return len(dropped)
 
     def drop(self, rid: str, length: int) -> int:
         """Discard the request's captures in ``length`` tokens; returns how many that were."""

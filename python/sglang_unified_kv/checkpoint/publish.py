@@ -5,7 +5,7 @@ Invariant 1 (live equality) is held here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,9 +76,18 @@ class Publisher:
         assert not self._lineage, self._lineage
 
     def commit(
-        self, rid: str, chain: Sequence[str], length: int, new_ranges: Sequence[NewRange]
+        self,
+        rid: str,
+        chain: Sequence[str],
+        length: int,
+        new_ranges: Sequence[NewRange],
+        fillers: Collection[int] = (),
     ) -> list[str]:
-        """Publish the request's captures in ``[0, length)``; as the manager's ``commit``."""
+        """Publish the request's captures in ``[0, length)``; as the manager's ``commit``.
+
+        Args:
+            fillers: boundaries that are captured only because there is room.
+        """
         page = self._store.page_size
         fresh: set[int] = set()
         adopted: set[int] = set()
@@ -101,7 +110,11 @@ class Publisher:
                 self._stats.dropped_provenance += 1
             else:
                 is_fresh, is_adopted = boundary in fresh, boundary in adopted
-                kept = self._publish(key, boundary, slot, fresh=is_fresh, adopted=is_adopted)
+                worth = {
+                    "saves": self._store.saving(chain, boundary) if self._store.weighed else 0,
+                    "filler": boundary in fillers,
+                }
+                kept = self._publish(key, boundary, slot, worth, fresh=is_fresh, adopted=is_adopted)
                 if not kept and not is_fresh:
                     attached.append(key)
         return attached
@@ -117,9 +130,11 @@ class Publisher:
                 lineage.own = False
         return lineage.checked
 
-    def _publish(self, key: str, boundary: int, slot: int, *, fresh: bool, adopted: bool) -> bool:
+    def _publish(
+        self, key: str, boundary: int, slot: int, worth: dict, *, fresh: bool, adopted: bool
+    ) -> bool:
         """Returns whether an existing record was kept instead."""
-        outcome = self._store.publish(key, boundary, slot, replace=fresh, mixed=not fresh)
+        outcome = self._store.publish(key, boundary, slot, replace=fresh, mixed=not fresh, **worth)
         kept = outcome is Published.KEPT_EXISTING
         self._stats.published += not kept
         self._stats.replaced += outcome is Published.REPLACED

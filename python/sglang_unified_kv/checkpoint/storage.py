@@ -145,19 +145,20 @@ class StorageTraffic:
             own_pages: every one of these pages came with this prefetch; otherwise some belong to
                 another run, which counts as mixed provenance.
         """
-        page = self._store.page_size
+        page, below = self._store.page_size, fetch.start
         # A copy: a prefetch that was cut short is still being read.
         for boundary, slot in sorted(list(fetch.arrived.items())):
             if boundary > pages or fetch not in self._fetches:
                 continue
             key, tokens = keys[boundary - 1], fetch.start + boundary * page
+            saves, below = tokens - below, tokens
             if slot is None:
                 self._stats.mixed += key in self._store
                 continue
             del fetch.slots[(boundary - 1) // fetch.span]
             if self.on_fetched is not None:
                 self.on_fetched(slot)
-            self._store.publish(key, tokens, slot, replace=False, mixed=not own_pages)
+            self._store.publish(key, tokens, slot, replace=False, mixed=not own_pages, saves=saves)
             self._stats.fetched += 1
             self._stats.mixed += not own_pages
             if (record := self._store.get(key)) is not None:

@@ -6,10 +6,10 @@ Every decision is a pure function of the calls made, in order, so that ranks tha
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from heapq import heapify, heappop, heappush
 
 
 @dataclass
@@ -24,6 +24,9 @@ class Record:
         pins: restores and storage writes that still need the slot.
         live: False once the store no longer offers it (its slot is freed with the last pin).
         stored: storage was given it, or it came from there.
+        saves: tokens that a hit saves over the next shallower checkpoint, when it was last used.
+        filler: was captured because there was room, and nobody has used it: the first to go.
+        rank: (score, use) of its last use; the lowest goes first.
     """
 
     key: str
@@ -33,6 +36,9 @@ class Record:
     pins: int = 0
     live: bool = True
     stored: bool = False
+    saves: int = 0
+    filler: bool = False
+    rank: tuple[int, int] = (0, 0)
 
 
 class Published(Enum):
@@ -44,23 +50,35 @@ class Published(Enum):
 
 
 class CheckpointStore:
-    """Records by prefix hash, least recently used first out.
+    """Records by prefix hash, least recently used first out, or least useful.
 
     A slot is *free*, *reserved* (a capture or a fetch writes it, nobody can find it) or *published*. Only
     ``reserve`` evicts; it is called in the plan of a batch, and between batches for a fetch, never
     between a request's match and its plan (invariant 3). Nothing here may be called but from the
     scheduler's thread.
 
+    A *weighed* store evicts the record of the lowest score (GreedyDual; all records have the same size): what
+    it saved when it was last used, above the score of the latest victim at that time. One that saves much
+    outlives many uses of others, and without a use goes in the end.
+
     Args:
         capacity: records, at least 1.
         page_size: tokens per page.
+        weighed: evict by score; otherwise by last use alone.
+
+    >>> store = CheckpointStore(2, 256, weighed=True)
+    >>> for key, saves in (("deep", 5120), ("shallow", 256), ("next", 512)):
+    ...     _ = store.publish(key, 5120, store.reserve(), replace=True, mixed=False, saves=saves)
+    >>> "deep" in store, "shallow" in store
+    (True, False)
     """
 
-    def __init__(self, capacity: int, page_size: int):
+    def __init__(self, capacity: int, page_size: int, *, weighed: bool = False):
         if capacity < 1:
             raise ValueError(f"a checkpoint store needs at least one record, got {capacity}")
         self.capacity = capacity
         self.page_size = page_size
+        self.weighed = weighed
         self.evictions = 0
         self.clear()
 
@@ -74,33 +92,53 @@ class CheckpointStore:
         """Forget everything. Only when nothing is reserved or pinned by a running forward."""
         self._free = list(range(self.capacity - 1, -1, -1))
         self._reserved: set[int] = set()
-        # Order is the logical clock: oldest use first.
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: dict[str, Record] = {}
         self._retired: dict[int, Record] = {}
+        # Logical clocks: uses so far, and the score of the latest victim.
+        self._uses = 0
+        self._level = 0
+        # By rank; an entry that is not its record's current rank is void.
+        self._queue: list[tuple[tuple[int, int], str]] = []
 
     def reserve(self) -> int | None:
-        """A slot for a new capture, evicting the least recently used unpinned record if none is free.
+        """A slot for a new capture, evicting the lowest ranking unpinned record if none is free.
 
         Returns None when every slot is reserved or pinned.
         """
         if not self._free:
-            victim = self._oldest_unpinned()
+            victim = self._lowest_unpinned()
             if victim is None:
                 return None
             self.remove(victim.key)
+            self._level = victim.rank[0]
             self.evictions += 1
         slot = self._free.pop()
         self._reserved.add(slot)
         return slot
 
-    def _oldest_unpinned(self) -> Record | None:
-        # A pinned record is in use: it becomes the youngest, so that it is passed over once, not each time.
-        for _ in range(len(self._records)):
-            key, record = next(iter(self._records.items()))
-            if record.pins == 0:
-                return record
-            self._records.move_to_end(key)
-        return None
+    def _lowest_unpinned(self) -> Record | None:
+        pinned, found = [], None
+        while self._queue and found is None:
+            rank, key = heappop(self._queue)
+            record = self._records.get(key)
+            if record is None or record.rank != rank:
+                continue
+            if record.pins:
+                pinned.append(record)
+            else:
+                found = record
+        for record in pinned:
+            # In use: so that it is passed over once, not each time.
+            self._use(record)
+        return found
+
+    def _use(self, record: Record) -> None:
+        self._uses += 1
+        record.rank = (0 if not self.weighed else self._level + record.saves, self._uses)
+        if len(self._queue) > 2 * len(self._records) + 64:
+            self._queue = [(r.rank, r.key) for r in self._records.values() if r is not record]
+            heapify(self._queue)
+        heappush(self._queue, (record.rank, record.key))
 
     def discard(self, slot: int) -> None:
         """Give a reserved slot back unpublished."""
@@ -108,7 +146,15 @@ class CheckpointStore:
         self._free.append(slot)
 
     def publish(
-        self, key: str, boundary: int, slot: int, *, replace: bool, mixed: bool
+        self,
+        key: str,
+        boundary: int,
+        slot: int,
+        *,
+        replace: bool,
+        mixed: bool,
+        saves: int = 0,
+        filler: bool = False,
     ) -> Published:
         """Make the capture in a reserved slot the record of ``key``.
 
@@ -116,6 +162,8 @@ class CheckpointStore:
             replace: the tree adopted new pages for this boundary, so an existing record is void;
                 otherwise an existing record stays and the slot is given back.
             mixed: recorded as :attr:`Record.mixed`.
+            saves: as :attr:`Record.saves`, in tokens.
+            filler: as :attr:`Record.filler`; it saves nothing until it is used.
         """
         existing = self._records.get(key)
         if existing is not None and not replace:
@@ -124,7 +172,10 @@ class CheckpointStore:
         if existing is not None:
             self.remove(key)
         self._reserved.remove(slot)
-        self._records[key] = Record(key, boundary, slot, mixed)
+        record = self._records[key] = Record(
+            key, boundary, slot, mixed, saves=0 if filler else saves, filler=filler
+        )
+        self._use(record)
         return Published.NEW if existing is None else Published.REPLACED
 
     def remove(self, key: str) -> bool:
@@ -150,21 +201,32 @@ class CheckpointStore:
                 return pages * self.page_size
         return 0
 
+    def saving(self, chain: Sequence[str], boundary: int) -> int:
+        """Tokens from the deepest record below ``boundary`` to it, fillers left out; ``chain`` as above."""
+        for pages in range(boundary // self.page_size - 1, 0, -1):
+            record = self._records.get(chain[pages - 1])
+            if record is not None and not record.filler:
+                return boundary - pages * self.page_size
+        return boundary
+
     def get(self, key: str) -> Record | None:
         """The record of ``key``, without counting a use."""
         return self._records.get(key)
 
-    def touch(self, key: str) -> None:
-        """Count a use of the record of ``key``, if it is there."""
-        if key in self._records:
-            self._records.move_to_end(key)
+    def touch(self, key: str, saves: int | None = None) -> None:
+        """Count a use of the record of ``key``, if it is there, and note what it saves now."""
+        record = self._records.get(key)
+        if record is not None:
+            if saves is not None:
+                record.saves, record.filler = saves, False
+            self._use(record)
 
     def pin(self, key: str) -> Record | None:
         """Keep the record's slot until :meth:`unpin`; None if there is no such record."""
         record = self._records.get(key)
         if record is not None:
             record.pins += 1
-            self._records.move_to_end(key)
+            self._use(record)
         return record
 
     def unpin(self, record: Record) -> None:
@@ -176,6 +238,10 @@ class CheckpointStore:
         if record.pins == 0 and not record.live:
             del self._retired[record.slot]
             self._free.append(record.slot)
+
+    def order(self) -> list[str]:
+        """Keys in the order in which they would be evicted if nothing were used any more."""
+        return sorted(self._records, key=lambda key: self._records[key].rank)
 
     def forget_stored(self) -> None:
         """Storage was emptied: every record may be given to it again."""
@@ -201,5 +267,7 @@ class CheckpointStore:
         for key, record in self._records.items():
             assert record.key == key and record.live and record.pins >= 0, record
             assert record.boundary > 0 and record.boundary % self.page_size == 0, record
+        current = {(r.rank, r.key) for r in self._records.values()}
+        assert current <= set(self._queue), "a record can never be evicted"
         for slot, record in self._retired.items():
             assert record.slot == slot and not record.live and record.pins > 0, record

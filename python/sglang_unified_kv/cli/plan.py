@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import BIT_EXACT_HICACHE, HISPARSE, RING_FIXES, load_settings
-from ..ring.capacity import GB, Machine, Sizes, first_limits, prompts, warnings
+from ..ring.capacity import GB, Machine, Sizes, checkpoints, first_limits, prompts, warnings
 from .extra import require_extra
 
 PRODUCT_SWITCHES = (BIT_EXACT_HICACHE, RING_FIXES, HISPARSE)
@@ -131,6 +131,7 @@ def _report(
         "host_bytes": sizes.host_bytes,
         "prompt_tokens": length,
         "new_tokens": new,
+        "checkpoints_per_request": checkpoints(sizes, length, new),
         "prompts": held,
         "limits_running": running,
         "limits_cached": cached,
@@ -162,7 +163,14 @@ def _print(report: dict[str, Any]) -> None:
         *(
             _hisparse_rows(report)
             if report["hisparse"]
-            else [("a checkpoint", f"{report['per_checkpoint'] / 1e6:.3f} MB")]
+            else [
+                ("a checkpoint", f"{report['per_checkpoint'] / 1e6:.3f} MB"),
+                (
+                    f"checkpoints of {request} ({report['policy']})",
+                    f"{report['checkpoints_per_request']}, "
+                    f"{report['checkpoints_per_request'] * report['per_checkpoint'] / 1e6:,.1f} MB",
+                ),
+            ]
         ),
         *(
             (f"host memory: {name}", f"{size / GB:.2f} GB")

@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_schedule
 from .. import engage
 from ..checkpoint.layout import CheckpointLayout, Kind
 from ..checkpoint.manager import CheckpointManager
-from ..checkpoint.policy import Grid
+from ..checkpoint.policy import FEWEST_RECORDS, PAGES_PER_RECORD, policy_of
 from ..checkpoint.record_format import HEADER_BYTES
 from ..checkpoint.rings import Ring
 from ..checkpoint.staging import RecordMover, staging_slots
@@ -31,13 +31,28 @@ OVERLAP_ROWS = 4
 """C4 state rows before a boundary that the first compressed row behind it reads."""
 
 
+def policy_name(settings: Settings) -> str:
+    """The policy that was asked for; a stride alone asks for the grid."""
+    return settings.checkpoint_policy or ("grid" if settings.offload_page_stride else "combined")
+
+
 def stride_of(settings: Settings) -> int:
-    """Pages between captures: the flag, or every page."""
+    """Pages between the closest captures: the flag, or one."""
     return settings.offload_page_stride or 1
 
 
+def default_records(settings: Settings, pages: int) -> int:
+    """Records that the store holds beside ``pages`` pages of the cache, unless a budget is given."""
+    if policy_name(settings) == "grid":
+        return pages // stride_of(settings)
+    return max(pages // PAGES_PER_RECORD, min(pages, FEWEST_RECORDS))
+
+
 def device_slots(settings: Settings, page_size: int, context_tokens: int) -> int:
-    """Records of device staging; asked once when the KV pool is sized and once when it is allocated."""
+    """Records of device staging; asked once when the KV pool is sized and once when it is allocated.
+
+    Every policy may want the tail of each of many short prompts of a chunk.
+    """
     return staging_slots(
         step_tokens=stride_of(settings) * page_size,
         chunk_tokens=max(get_schedule().chunked_prefill_size or 0, 0),
@@ -109,7 +124,6 @@ def build_manager(
         window=pool.unified_swa_window,
         overlap=OVERLAP_ROWS,
     )
-    stride = stride_of(settings)
     device = torch.device(pool.device)
     slots = device_slots(settings, cache.page_size, context_tokens)
     controller = cache.cache_controller
@@ -120,29 +134,37 @@ def build_manager(
         tokens, layout_name = cache.token_to_kv_pool_allocator.size_full, "layer_first"
     pages = tokens // cache.page_size
     slot_bytes = HEADER_BYTES + layout.record_bytes
-    sizes = torch.tensor([host_records(settings, slot_bytes, pages // stride), slots])
-    # Once, so that every rank evicts and drops alike (invariant 2).
+    records = host_records(settings, slot_bytes, default_records(settings, pages))
+    sizes = torch.tensor([records, slots])
+    # Once, so that every rank places, evicts and drops alike (invariant 2).
     cache._all_reduce(sizes, torch.distributed.ReduceOp.MIN)
     records, slots = sizes.tolist()
+    policy = policy_of(
+        policy_name(settings),
+        page_size=cache.page_size,
+        # A bigram key is one shorter than its tokens.
+        spare=1 + cache.tree_core.is_eagle,
+        stride=stride_of(settings),
+    )
     logger.info(
         "Checkpoints engaged: %d records of %.3f MB, %.2f GB host memory, %d staging slots "
-        "(%.3f GB device memory), stride %d pages, layout %s.",
+        "(%.3f GB device memory), placement %s, layout %s.",
         records,
         layout.record_bytes / 1e6,
         records * slot_bytes / 1e9,
         slots,
         slots * layout.record_bytes / 1e9,
-        stride,
+        policy,
         layout.fingerprint[:16],
     )
     host_pool = RecordHostPool(records, layout.record_bytes, device, layout_name)
     mover = RecordMover(layout, host_pool.payload, slots, device)
     host_pool.serve(mover)
     manager = CheckpointManager(
-        CheckpointStore(records, cache.page_size),
+        CheckpointStore(records, cache.page_size, weighed=policy.weighed),
         mover,
         rings,
-        Grid(cache.page_size, stride),
+        policy,
         strict_provenance=settings.provenance == "strict",
         verify=settings.dbg_checksum,
     )

@@ -11,7 +11,7 @@ from ..config import Settings
 from ..hisparse.capacity import HiSparseSizes, cold_pages
 from ..hisparse.rows import region_rows
 from ..ring.capacity import GB, Machine, Sizes
-from .build import budgeted_records, stride_of
+from .build import budgeted_records, default_records, policy_name, stride_of
 from .hisparse_args import hisparse_on
 from .hisparse_sizing import hot_buffer, table_bytes
 from .pool_sizing import layout_of, staging_bytes
@@ -92,11 +92,11 @@ class Planner:
             tokens = _capped(sizer, most)
         running = self._running(tokens, running)
         scaled = self.tokens_scaled(sizer, available, running)
-        pages, stride = self._host_pages(tokens), stride_of(settings)
+        pages = self._host_pages(tokens)
         record = HEADER_BYTES + layout_of(sizer).record_bytes
         host_page = self.host_page_bytes(sizer)
         free = int(machine.host_gb * GB) - pages * sum(host_page.values())
-        wanted = (pages or tokens // sizer.page_size) // stride
+        wanted = default_records(settings, int(pages or tokens // sizer.page_size))
         exact = engage.current() is not None
         found = Sizes(
             layers=self.layers[tightest],
@@ -114,7 +114,8 @@ class Planner:
             host_page=host_page,
             exact=exact,
             records=budgeted_records(settings, record, wanted, max(free, 0)) if exact else 0,
-            stride=stride,
+            stride=stride_of(settings),
+            policy=policy_name(settings),
             pairs=self.runner.spec_algorithm.is_eagle(),
             ahead=get_alloc_reserve_per_decode() if sizer.is_speculative else 0,
             hisparse=self._hisparse(sizer, tokens, running) if hisparse_on() else None,

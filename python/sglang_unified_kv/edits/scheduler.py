@@ -24,8 +24,11 @@ _FEATURE = "bit-exact hicache"
     fingerprint="53239ce78ed9dc4f",
 )
 def prefix_kv_indices(original, batch, req):
-    if not req.kv.holds_kv and req.prefix_len > 0:
-        batch.tree_cache.restore_swa_windows(req)
+    if not req.kv.holds_kv:
+        if current_manager() is not None:
+            batch.tree_cache.admit(req)
+        if req.prefix_len > 0:
+            batch.tree_cache.restore_swa_windows(req)
     return original(batch, req)
 
 

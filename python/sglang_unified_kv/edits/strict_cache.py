@@ -101,7 +101,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
 
         gated = gate(match, deepest, len(key))
         for boundary in (gated.device, gated.total):
-            self._touch(chain, boundary)
+            self.checkpoints.touch(chain, boundary)
         if gated.rejected and self.checkpoints.verifier is not None:
             rid = key_of(params.req) if params.req is not None else None
             logger.info("reuse_reject rid=%s tree=%d used=%d", rid, gated.rejected, gated.total)
@@ -117,7 +117,19 @@ class StrictUnifiedRadixCache(StorageStrictCache):
             req.origin_input_ids + req.output_ids, req.extra_key, cache_salt=req.cache_salt
         )
         chain = self._chain(req, self._view(key))
-        self._touch(chain, self.checkpoints.deepest(chain, len(self._view(key))))
+        self.checkpoints.touch(chain, self.checkpoints.deepest(chain, len(self._view(key))))
+
+    def admit(self, req: Req) -> None:
+        """A request is about to get a row: note how far the tree knows its tokens."""
+        tokens = req.full_untruncated_fill_ids
+        key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1, cache_salt=req.cache_salt)
+        key, matched = self._view(key), req.prefix_len
+        # Otherwise it resumes as deep as it can.
+        if len(key) - matched >= self.page_size:
+            result = super().match_prefix(MatchPrefixParams(key=key, req=req))
+            matched = max(result.device_prefix_len + result.host_hit_length, matched)
+        chain = self._chain(req, key)
+        self.checkpoints.admit(key_of(req), chain, req.prefix_len, matched, len(tokens))
 
     def restore_swa_windows(self, req: Req) -> None:
         tokens = req.full_untruncated_fill_ids
@@ -189,10 +201,6 @@ class StrictUnifiedRadixCache(StorageStrictCache):
             tail = key[len(chain) * self.page_size : pages * self.page_size]
             chain += get_storage_hash_str(tail, chain[-1] if chain else None, self.page_size)
         return chain
-
-    def _touch(self, chain: list[str], boundary: int) -> None:
-        if boundary:
-            self.checkpoints.store.touch(chain[boundary // self.page_size - 1])
 
 
 def new_ranges(result: InsertResult) -> list[NewRange]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-from ..checkpoint.pending import KEPT_DECODE_CAPTURES
+from ..checkpoint.policy import Path, PlacementPolicy, Span, policy_of
 from ..hisparse.capacity import HiSparseSizes
 from .accounting import DOMINANT_SHARE
 
@@ -54,7 +54,8 @@ class Sizes:
         host_page: bytes of a host page by pool.
         exact: exact reuse is on, which needs room for at least one checkpoint.
         records: checkpoints of the host pool.
-        stride: pages from checkpoint to checkpoint.
+        stride: pages from checkpoint to checkpoint of the policy 'grid'.
+        policy: where checkpoints are taken.
         pairs: the tree's entries are pairs of tokens, as with EAGLE.
         ahead: tokens that speculation allocates ahead of a running request.
         hisparse: HiSparse's own figures; None without it.
@@ -77,6 +78,7 @@ class Sizes:
     exact: bool
     records: int
     stride: int
+    policy: str
     pairs: bool
     ahead: int
     hisparse: HiSparseSizes | None = None
@@ -119,15 +121,26 @@ def stored_pages(length: int, new: int, pairs: bool) -> int:
     return (length + new - 1 - pairs) // PAGE
 
 
-def stored_checkpoints(length: int, new: int, pairs: bool, stride: int) -> int:
-    """Checkpoints that a finished request leaves: all of its prompt, the last two of its output.
+def stored_checkpoints(length: int, new: int, pairs: bool, policy: PlacementPolicy) -> int:
+    """Checkpoints that a request leaves which shares nothing with others: its prompt's, and its output's last.
 
-    >>> stored_checkpoints(300, 800, pairs=False, stride=1)
+    What a store with room to spare takes beside them is not counted.
+
+    >>> stored_checkpoints(300, 800, False, policy_of("grid", page_size=PAGE))
     3
+    >>> stored_checkpoints(300, 800, False, policy_of("tails", page_size=PAGE))
+    2
     """
-    kept = stored_pages(length, new, pairs) // stride
-    prompt = min(length // PAGE // stride, kept)
-    return prompt + min(kept - prompt, KEPT_DECODE_CAPTURES)
+    end, path = stored_pages(length, new, pairs) * PAGE, Path(0, 0, length)
+    prompt = [b for b in policy.boundaries(Span(0, length), path) if b <= end]
+    output = policy.boundaries(Span(length, end), path) if end > length else []
+    return len(prompt) + min(len(output), policy.output_tails)
+
+
+def checkpoints(sizes: Sizes, length: int, new: int) -> int:
+    """:func:`stored_checkpoints` by the policy of ``sizes``."""
+    policy = policy_of(sizes.policy, page_size=PAGE, spare=1 + sizes.pairs, stride=sizes.stride)
+    return stored_checkpoints(length, new, sizes.pairs, policy)
 
 
 def prompts(sizes: Sizes, length: int, new: int) -> dict[str, int]:
@@ -145,8 +158,7 @@ def prompts(sizes: Sizes, length: int, new: int) -> dict[str, int]:
     if sizes.host_pages:
         held["host pages"] = sizes.host_pages // max(stored_pages(length, new, sizes.pairs), 1)
     if sizes.exact:
-        kept = stored_checkpoints(length, new, sizes.pairs, sizes.stride)
-        held["checkpoints"] = sizes.records // max(kept, 1)
+        held["checkpoints"] = sizes.records // max(checkpoints(sizes, length, new), 1)
     return held
 
 
@@ -193,8 +205,8 @@ def warnings(sizes: Sizes, machine: Machine, available: int, length: int, new: i
     elif "checkpoints" in held and held["checkpoints"] < held.get("host pages", 0):
         found.append(
             f"checkpoints run out before pages: {held['checkpoints']} prompts of {length:,} tokens against "
-            f"{held['host pages']}; raise SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB or "
-            "--hicache-swa-offload-page-stride"
+            f"{held['host pages']}; raise SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB or place fewer: "
+            "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY=sparse"
         )
     return found
 
