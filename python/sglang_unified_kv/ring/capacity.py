@@ -122,7 +122,7 @@ def stored_pages(length: int, new: int, pairs: bool) -> int:
 
 
 def stored_checkpoints(length: int, new: int, pairs: bool, policy: PlacementPolicy) -> int:
-    """Checkpoints that a request leaves which shares nothing with others: its prompt's, and its output's last.
+    """Checkpoints of a request that shares nothing with others: its prompt's, and its output's last.
 
     What a store with room to spare takes beside them is not counted.
 
