@@ -115,6 +115,7 @@ def test_captures_of_a_request_that_was_not_inserted_say_bind_miss(
     engine.tree.checkpoints.release(key)
     (line,) = said(caplog, "BIND-MISS")
     assert line.startswith(f"BIND-MISS rid={rid}#") and line.endswith("captures=2")
+    engine.abort(rid)
     engine.run_many(rid)
 
 

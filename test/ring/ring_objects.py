@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor import pool_configurator
-from sglang_unified_kv.config import RING_FIXES
+from sglang_unified_kv.config import HISPARSE, RING_FIXES
 
 PAGE, WINDOW, RING = 256, 128, 131
 FEATURES = SimpleNamespace(
@@ -33,6 +33,7 @@ def switched(fixes: bool):
     """The environment of a server with the fixes on or off."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RING_FIXES, str(int(fixes)))
+        patch.setenv(HISPARSE, "0")
         patch.setattr(
             "sglang.srt.runtime_context.get_exec", lambda: SimpleNamespace(features=FEATURES)
         )
