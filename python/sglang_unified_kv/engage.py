@@ -189,46 +189,9 @@ STRICT_PROVENANCE_WITH_STORAGE = (
     "runs; unset one of them"
 )
 
-LAUNCH_OBSTACLES = (
-    # A captured state is usable once it is on the host, so every page has to be written through.
-    Rule(
-        lambda f: not f.enable_hierarchical_cache or f.hicache_write_policy == "write_through",
-        "--hicache-write-policy {hicache_write_policy}: set it to write_through",
-    ),
-    Rule(
-        lambda f: not f.enable_hierarchical_cache or f.hicache_host_memory_mode == "cache",
-        "--hicache-host-memory-mode {hicache_host_memory_mode}: set it to cache",
-    ),
-    Rule(
-        lambda f: storage_obstacle(f.hicache_storage_backend) is None,
-        lambda f: storage_obstacle(f.hicache_storage_backend),
-    ),
-    Rule(lambda f: not f.disable_radix_cache, "--disable-radix-cache: remove the flag"),
-    Rule(
-        lambda f: f.radix_cache_backend is None,
-        "--radix-cache-backend {radix_cache_backend}: only SGLang's default cache is supported; "
-        "remove the flag",
-    ),
-    Rule(
-        lambda f: not f.enable_lmcache,
-        "--enable-lmcache: external caches are not supported; remove the flag",
-    ),
-    Rule(
-        lambda f: not f.enable_flexkv,
-        "--enable-flexkv: external caches are not supported; remove the flag",
-    ),
-    Rule(
-        lambda f: not f.enable_unified_cache_external_linker,
-        "--enable-unified-cache-external-linker: external caches are not supported; "
-        "remove the flag",
-    ),
+SHARED_OBSTACLES = (
     Rule(lambda f: f.page_size == 256, "--page-size {page_size}: set it to 256"),
-    Rule(
-        lambda f: f.attention_backends == ("dsv4", "dsv4"),
-        "--attention-backend resolves to {attention_backends} for prefill and decode: "
-        "both must be dsv4",
-    ),
-    # A replayed graph runs no Python: boundaries inside a chunk could not be captured.
+    # A replayed graph runs no Python, and nobody says where the rows of a chunk are.
     Rule(
         lambda f: f.cuda_graph_backend_prefill == "disabled",
         "--cuda-graph-backend-prefill {cuda_graph_backend_prefill}: set it to disabled",
@@ -240,10 +203,6 @@ LAUNCH_OBSTACLES = (
     Rule(
         lambda f: not f.enable_unified_memory,
         "--enable-unified-memory: its pool layout is not supported; remove the flag",
-    ),
-    Rule(
-        lambda f: not f.enable_hisparse,
-        "--enable-hisparse: not supported together with exact reuse yet; remove the flag",
     ),
     Rule(
         lambda f: f.pp_size == 1,
@@ -266,6 +225,73 @@ LAUNCH_OBSTACLES = (
         "--enable-two-batch-overlap: not supported; remove the flag",
     ),
     Rule(lambda f: not f.enable_pdmux, "--enable-pdmux: not supported; remove the flag"),
+    Rule(
+        lambda f: not f.enable_streaming_session,
+        "--enable-streaming-session: not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_session_radix_cache,
+        "--enable-session-radix-cache: not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_encoder_swa_bounded_replay,
+        "--enable-encoder-swa-bounded-replay: replay is approximate; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_decoder_swa_bounded_replay,
+        "--enable-decoder-swa-bounded-replay: replay is approximate; "
+        "use --no-enable-decoder-swa-bounded-replay",
+    ),
+    Rule(
+        lambda f: not f.use_ray,
+        "--use-ray: SGLang loads no plugins in its Ray actors; remove the flag",
+    ),
+)
+"""What neither exact reuse nor HiSparse on the unified pool supports."""
+
+LAUNCH_OBSTACLES = (
+    # A captured state is usable once it is on the host, so every page has to be written through.
+    Rule(
+        lambda f: not f.enable_hierarchical_cache or f.hicache_write_policy == "write_through",
+        "--hicache-write-policy {hicache_write_policy}: set it to write_through",
+    ),
+    Rule(
+        lambda f: not f.enable_hierarchical_cache or f.hicache_host_memory_mode == "cache",
+        "--hicache-host-memory-mode {hicache_host_memory_mode}: set it to cache",
+    ),
+    Rule(
+        lambda f: storage_obstacle(f.hicache_storage_backend) is None,
+        lambda f: storage_obstacle(f.hicache_storage_backend),
+    ),
+    *SHARED_OBSTACLES,
+    Rule(lambda f: not f.disable_radix_cache, "--disable-radix-cache: remove the flag"),
+    Rule(
+        lambda f: f.radix_cache_backend is None,
+        "--radix-cache-backend {radix_cache_backend}: only SGLang's default cache is supported; "
+        "remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_lmcache,
+        "--enable-lmcache: external caches are not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_flexkv,
+        "--enable-flexkv: external caches are not supported; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.enable_unified_cache_external_linker,
+        "--enable-unified-cache-external-linker: external caches are not supported; "
+        "remove the flag",
+    ),
+    Rule(
+        lambda f: f.attention_backends == ("dsv4", "dsv4"),
+        "--attention-backend resolves to {attention_backends} for prefill and decode: "
+        "both must be dsv4",
+    ),
+    Rule(
+        lambda f: not f.enable_hisparse,
+        "--enable-hisparse: not supported together with exact reuse yet; remove the flag",
+    ),
     Rule(
         lambda f: f.disaggregation_mode == "null",
         "--disaggregation-mode {disaggregation_mode}: only aggregated serving is supported; "
@@ -300,28 +326,7 @@ LAUNCH_OBSTACLES = (
         lambda f: f.dllm_algorithm is None,
         "--dllm-algorithm {dllm_algorithm}: diffusion decoding is not supported; remove the flag",
     ),
-    Rule(
-        lambda f: not f.enable_streaming_session,
-        "--enable-streaming-session: not supported; remove the flag",
-    ),
-    Rule(
-        lambda f: not f.enable_session_radix_cache,
-        "--enable-session-radix-cache: not supported; remove the flag",
-    ),
-    Rule(
-        lambda f: not f.enable_encoder_swa_bounded_replay,
-        "--enable-encoder-swa-bounded-replay: replay is approximate; remove the flag",
-    ),
-    Rule(
-        lambda f: not f.enable_decoder_swa_bounded_replay,
-        "--enable-decoder-swa-bounded-replay: replay is approximate; "
-        "use --no-enable-decoder-swa-bounded-replay",
-    ),
     Rule(lambda f: not f.encoder_only, "--encoder-only: has no cache; remove the flag"),
-    Rule(
-        lambda f: not f.use_ray,
-        "--use-ray: SGLang loads no plugins in its Ray actors; remove the flag",
-    ),
 )
 
 

@@ -1,12 +1,10 @@
 """Swap-in: byte-exact over long random runs; the kernels do what their torch twin does."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_program
 from sglang_unified_kv.hisparse.swap import Step, TorchSwap
 from swap_steps import LAYERS, POSITIONS, ROW_BYTES, SLOTS, World
 
@@ -91,24 +89,16 @@ def test_rows_that_are_read_stay():
     assert at.tokens[0, 4].item() == 74, "73 came before and is not read"
 
 
-def run_program(where, steps):
+def compare(where, steps):
     script = Path(__file__).with_name("swap_steps.py")
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), where, str(steps)],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr
-    assert f"{4 * steps} steps equal" in result.stdout
+    assert f"{4 * steps} steps equal" in run_program(script, where, steps)
 
 
 @pytest.mark.parametrize("steps", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_the_kernels_equal_torch_in_the_interpreter(steps):
-    run_program("interpret", steps)
+    compare("interpret", steps)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernels_equal_torch_on_a_gpu():
-    run_program("gpu", 1000)
+    compare("gpu", 1000)

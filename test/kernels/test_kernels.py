@@ -1,13 +1,11 @@
 """The Triton kernels: equal to their torch twins, and compiled for every target without its device."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import triton
+from programs import run_program
 from sglang_unified_kv.checkpoint.capture import Capture
 from sglang_unified_kv.checkpoint.layout import CheckpointLayout, Kind
 from sglang_unified_kv.checkpoint.rings import Ring
@@ -118,15 +116,7 @@ _PLACES = ChunkPlaces([Capture("r", 0, 256, 0, 0, 0)], [0], torch.device("cpu"))
 
 def compare(where, cases):
     script = Path(__file__).with_name("rows_comparison.py")
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), where, str(cases)],
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr
-    assert f"{2 * cases} cases equal" in result.stdout
+    assert f"{2 * cases} cases equal" in run_program(script, where, cases)
 
 
 @pytest.mark.parametrize("cases", [3, pytest.param(30, marks=pytest.mark.slow)])

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from launch_facts import GOOD
 from sglang_unified_kv import engage
 from sglang_unified_kv.config import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, Settings
 from sglang_unified_kv.engage import Decision, Facts, Refused, State, decide
@@ -14,50 +15,6 @@ ON = Settings(bit_exact_hicache=True)
 RADIX = Settings(bit_exact_radix=True)
 BOTH = Settings(bit_exact_hicache=True, bit_exact_radix=True)
 OFF = Settings()
-
-GOOD = Facts(
-    is_hip=True,
-    reference_engine=False,
-    flashmla_backend="unified_kv_triton",
-    unified_kv_gate=True,
-    compress_state_dtype="float32",
-    architecture="DeepseekV4ForCausalLM",
-    model_type="deepseek_v4",
-    enable_hierarchical_cache=True,
-    hicache_write_policy="write_through",
-    hicache_host_memory_mode="cache",
-    hicache_storage_backend=None,
-    disable_radix_cache=False,
-    radix_cache_backend=None,
-    enable_lmcache=False,
-    enable_flexkv=False,
-    enable_unified_cache_external_linker=False,
-    page_size=256,
-    attention_backends=("dsv4", "dsv4"),
-    dsv4_attn_backend="auto",
-    enable_unified_memory=False,
-    enable_hisparse=False,
-    pp_size=1,
-    attn_cp_size=1,
-    dcp_size=1,
-    enable_prefill_cp=False,
-    enable_two_batch_overlap=False,
-    enable_pdmux=False,
-    disaggregation_mode="null",
-    speculative_algorithm=None,
-    speculative_eagle_topk=None,
-    speculative_adaptive=False,
-    enable_multi_layer_eagle=False,
-    enable_mixed_chunk=False,
-    dllm_algorithm=None,
-    enable_streaming_session=False,
-    enable_session_radix_cache=False,
-    enable_encoder_swa_bounded_replay=False,
-    enable_decoder_swa_bounded_replay=False,
-    encoder_only=False,
-    use_ray=False,
-    cuda_graph_backend_prefill="disabled",
-)
 
 # A bad value of one fact, and what its line has to name.
 MISSING = [

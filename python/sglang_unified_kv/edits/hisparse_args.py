@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from .. import engage
 from ..config import HISPARSE, load_settings
 from .series import HISPARSE_SERIES
+from .server_args import facts_of
 
 FEATURE = "hisparse"
 
@@ -39,7 +40,7 @@ def validate(original, server_args) -> None:
         from ..edit import EditError
 
         raise EditError(reasons)
-    decision = decide(settings, _facts_of(server_args))
+    decision = decide(settings, facts_of(server_args))
     if decision.state is engage.State.INERT:
         engage.warn_inert((HISPARSE,), decision.missing)
         return original(server_args)
@@ -57,30 +58,7 @@ def missing(server_args) -> tuple[str, ...]:
     """The conditions that these arguments leave open."""
     from ..hisparse.support import decide
 
-    return decide(load_settings(), _facts_of(server_args)).missing
-
-
-def _facts_of(server_args):
-    from dataclasses import fields
-
-    from sglang.srt.arg_groups.overrides import model_config_of, resolving_view
-
-    from ..hisparse.support import HiSparseFacts
-    from .server_args import _environment
-
-    cfg = resolving_view(server_args)
-    config = model_config_of(server_args).hf_config
-    gathered = {
-        **_environment(),
-        "architecture": (config.architectures or [""])[0],
-        "model_type": config.model_type,
-        "speculative_algorithm": None
-        if cfg.speculative_algorithm in (None, "NONE")
-        else cfg.speculative_algorithm,
-        "cuda_graph_backend_prefill": cfg.cuda_graph_config.prefill.backend,
-    }
-    copied = {f.name for f in fields(HiSparseFacts)} - set(gathered)
-    return HiSparseFacts(**gathered, **{name: getattr(cfg, name) for name in copied})
+    return decide(load_settings(), facts_of(server_args)).missing
 
 
 @contextmanager

@@ -73,9 +73,8 @@ def store_on_device(original, self, *args, **kwargs):
 
 def device_pool_of(pool):
     """The pool's :class:`.hisparse_device_pool.UnifiedC4DevicePool`; None without HiSparse of ours."""
-    c4 = getattr(pool, "c4_kv_pool", None)
-    if c4 is None or not hisparse_on():
+    if not hisparse_on():
         return None
     from .hisparse_device_pool import UnifiedC4DevicePool
 
-    return c4 if isinstance(c4, UnifiedC4DevicePool) else None
+    return pool.c4_kv_pool if isinstance(pool.c4_kv_pool, UnifiedC4DevicePool) else None
