@@ -17,6 +17,7 @@ os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"] = "grid"
 import contextlib  # noqa: E402
 
 import pytest  # noqa: E402
+from forks import fork_server  # noqa: E402
 from sglang_unified_kv.reference import harness  # noqa: E402, F401  (before SGLang, for a GPU)
 
 
@@ -34,6 +35,13 @@ def next_n_path(tmp_path_factory):
     from sglang_unified_kv.reference.model import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("model") / "next-n", next_n=True)
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """``forks.run(script, environ, ...)`` runs in a process of its own, without an import of SGLang."""
+    with fork_server(tmp_path_factory.mktemp("forks")) as found:
+        yield found
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 import pytest
 from oracle import Oracle
 
-LENGTHS = (444, 700, 950, 1100, 2200, 2700)
+LENGTHS = (444, 700, 950, 1100, 2700)
 
 
 @pytest.fixture(scope="package")

@@ -20,7 +20,7 @@ PAGE = 256
 CASES = {
     1: {256: 444, 512: 700, 768: 950, 2560: 2700},
     2: {512: 700, 2560: 2700},
-    4: {1024: 1100, 2048: 2200},
+    4: {1024: 1100, 2048: 2700},
 }
 
 DEFAULT = {(256, 2), (512, 1), (2048, 4)}
@@ -80,8 +80,9 @@ def test_hit_is_bit_equal_to_the_cold_run(engine, manager, oracle, stride):
             assert hit.details == {"device": 0, "host": 0} | {tier: boundary}
             assert differing(hit.resumed, oracle.at(boundary)) == []
             assert_equal_runs(hit, oracle.run(length))
-            # The cold run's last chunk begins at the boundary too, so even rows that nobody reads agree.
-            assert differing(hit.slot, oracle.run(length).slot) == []
+            if length - boundary < PAGE:
+                # The cold run's last chunk begins at the boundary too: even rows that nobody reads agree.
+                assert differing(hit.slot, oracle.run(length).slot) == []
             manager.check_idle()
 
 

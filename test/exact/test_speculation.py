@@ -18,7 +18,16 @@ from speculation_runs import DRAFT_TOKENS, EAGLE, NEW_TOKENS, assert_equal_runs,
 BOUNDARIES = {512: 256, 513: 256, 514: 512, 520: 512, 700: 512, 2700: 2560}
 # Prompts whose generated tokens cross 512 in other places of a verify step.
 SHORT = (503, 509, 511)
+WIDER = {503, 513}
+"""Only in the slow run."""
 TAIL = prompt(9, 20)
+
+
+def each(lengths):
+    return pytest.mark.parametrize(
+        "length",
+        [pytest.param(n, marks=pytest.mark.slow) if n in WIDER else n for n in lengths],
+    )
 
 
 def text(length):
@@ -28,10 +37,10 @@ def text(length):
 class Stock:
     """Cold runs of the stock engine, and its hits."""
 
-    def __init__(self, engine):
-        self.cold = {n: cold(engine, text(n)) for n in (*BOUNDARIES, *SHORT)}
+    def __init__(self, engine, left_out):
+        self.cold = {n: cold(engine, text(n)) for n in {*BOUNDARIES, *SHORT} - left_out}
         self.longer = {}
-        for length in SHORT:
+        for length in {*SHORT} - left_out:
             ids = text(length) + self.cold[length].output_ids + TAIL
             self.longer[length] = ids, cold(engine, ids)
         self.hits = {}
@@ -43,10 +52,15 @@ class Stock:
 
 
 @pytest.fixture(scope="module")
-def stock(make_engine, next_n_path):
+def stock(make_engine, next_n_path, request):
+    asked = {
+        item.callspec.params.get("length")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    }
     # In pages, so that every boundary is passed through.
     with make_engine(stock=True, model=next_n_path, chunked_prefill_size=256, **EAGLE) as engine:
-        return Stock(engine)
+        return Stock(engine, WIDER - asked)
 
 
 @pytest.fixture(
@@ -76,7 +90,7 @@ def test_drafts_are_accepted(stock):
     assert sum(lengths) / len(lengths) >= 2
 
 
-@pytest.mark.parametrize("length", BOUNDARIES)
+@each(BOUNDARIES)
 def test_a_device_hit_equals_the_cold_run(engine, manager, stock, length):
     first = run(engine, text(length))
     assert first.cached_tokens == 0
@@ -122,7 +136,7 @@ def test_without_the_draft_rings_the_draft_is_another(engine, manager, stock, mo
     assert not torch.equal(hit.draft_logits[0], reference.draft_logits[0])
 
 
-@pytest.mark.parametrize("length", SHORT)
+@each(SHORT)
 def test_a_boundary_crossed_inside_a_verify_step(engine, manager, stock, length):
     first = run(engine, text(length))
     assert_equal_runs(first, stock.cold[length])

@@ -1,63 +1,12 @@
-"""Processes to break: forks with SGLang imported, and fake distributions for them to find."""
+"""Fake distributions for SGLang to find, and a configuration that it can resolve."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from sglang_unified_kv.reference.model import CONFIG
-
-HERE = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Ended:
-    rc: int
-    stdout: str
-    stderr: str
-
-
-class Forks:
-    """Client of ``sglang_fork_server.py``."""
-
-    def __init__(self, process: subprocess.Popen, cwd: Path):
-        self._process = process
-        self._cwd = cwd
-
-    def run(self, script: str, environ=None, path=(), argv=("script",)) -> Ended:
-        """Run ``script`` in a fresh process; ``path`` entries are put in front of ``sys.path``."""
-        request = {
-            "script": script,
-            "environ": environ or {},
-            "path": [str(p) for p in path],
-            "argv": list(argv),
-            "cwd": str(self._cwd),
-        }
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return Ended(**json.loads(self._process.stdout.readline()))
-
-
-@pytest.fixture(scope="session")
-def forks(tmp_path_factory):
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(HERE / "sglang_fork_server.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environ,
-    )
-    assert process.stdout.readline() == "ready\n"
-    yield Forks(process, tmp_path_factory.mktemp("forks"))
-    process.stdin.close()
-    process.stdout.close()
-    assert process.wait() == 0
 
 
 @pytest.fixture

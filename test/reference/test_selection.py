@@ -34,7 +34,7 @@ def run(code, **environment):
     )
 
 
-def test_off_every_target_is_upstreams_own():
+def test_off_every_target_is_upstreams_own(forks):
     """With every plugin loaded, in a process that then imports all that the engine would replace."""
     code = f"""
 {LOAD}
@@ -54,8 +54,8 @@ for target in {[edit.target for edit in SERIES]!r}:
 changed = sorted(set({list(REQUIRED_ENVIRONMENT)!r}) & set(os.environ))
 print(json.dumps([ours, changed, hooked, replaced]))
 """
-    result = run(code)
-    assert result.returncode == 0, result.stderr
+    result = forks.run(code)
+    assert result.rc == 0, result.stderr
     ours, changed, hooked, replaced = json.loads(result.stdout.splitlines()[-1])
     assert ours == ["sglang_unified_kv.reference", "sglang_unified_kv.reference.plugin"]
     assert (changed, hooked, replaced) == ([], [], [])
@@ -115,7 +115,7 @@ def test_a_value_it_cannot_serve_is_named(environment, message):
     assert message in result.stderr
 
 
-def test_sglang_cannot_go_on_without_it():
+def test_sglang_cannot_go_on_without_it(forks):
     """SGLang swallows a plugin's exceptions and does not load plugins twice; this ends it both times."""
     code = """
 from sglang.srt.plugins import load_plugins
@@ -126,8 +126,8 @@ except SystemExit as stop:
     load_plugins()
 print("served without the engine")
 """
-    result = run(code, **{ENV: "yes"})
-    assert result.returncode == 1
+    result = forks.run(code, {ENV: "yes"})
+    assert result.rc == 1
     assert result.stderr.count("must be 0 or 1") == 2
     assert "served" not in result.stdout
 

@@ -8,7 +8,7 @@ from sglang.srt.layers.moe import fused_moe_native
 from sglang_unified_kv.reference import harness, upstream_kernels
 from sglang_unified_kv.reference.ops import attention, experts
 from sglang_unified_kv.reference.ops.invariant_torch import RANGE, InvariantTorch, plain_torch
-from test_selection import LOAD, run
+from test_selection import LOAD
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def test_an_unknown_kind_is_named(chosen):
         chosen(["triton", "cutlass"])
 
 
-def test_an_unknown_kind_in_the_environment_ends_the_start():
+def test_an_unknown_kind_in_the_environment_ends_the_start(forks):
     environment = {
         "SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1",
         upstream_kernels.ENV: "triton,cutlass",
     }
-    result = run(LOAD, **environment)
-    assert result.returncode == 1
+    result = forks.run(LOAD, environment)
+    assert result.rc == 1
     assert f"{upstream_kernels.ENV}: cutlass: must be of" in result.stderr
 
 
@@ -56,9 +56,9 @@ def test_an_unknown_kind_in_the_environment_ends_the_start():
         ),
     ],
 )
-def test_a_device_that_cannot_be_had_is_said(code, device, message):
-    result = run(code, **{harness.DEVICE_ENV: device})
-    assert result.returncode == 1 and message in result.stderr
+def test_a_device_that_cannot_be_had_is_said(forks, code, device, message):
+    result = forks.run(code, {harness.DEVICE_ENV: device})
+    assert result.rc == 1 and message in result.stderr
 
 
 def test_reference_ops_are_named_in_a_profile():

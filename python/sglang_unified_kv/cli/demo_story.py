@@ -22,7 +22,7 @@ CHURN_TOKENS = 200
 EVICTION_TOKENS = 2304
 """9 pages. Two such prompts in turn claim every page. A single one as large as the pool would wait
 forever: SGLang admits a request only where a page more than it needs could be freed."""
-OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = 24
 STEPS = {
     "stock": 3 + 3 * len(CACHED_TOKENS),
     "exact": 4 + 4 * len(CACHED_TOKENS),
