@@ -101,5 +101,8 @@ def test_bad_options_are_named(arguments, words):
 
 def test_no_server_is_status_2():
     url = f"http://127.0.0.1:{free_port()}"
-    run = CliRunner().invoke(app, ["check", "--url", url, "--tails", "16", "--rounds", "1"])
-    assert run.exit_code == 2 and url in run.output
+    for more in ("--attest-only", "--no-attestation"):
+        run = CliRunner().invoke(
+            app, ["check", "--url", url, "--tails", "16", "--rounds", "1", more]
+        )
+        assert run.exit_code == 2 and url in run.output
