@@ -98,6 +98,10 @@ def run(args, folder: Path) -> tuple[str, float, float, contextlib.ExitStack]:
     config.write_text(
         "global: {scrape_interval: 1s}\nscrape_configs:\n"
         f"  - job_name: sglang\n    static_configs: [{{targets: [{targets}]}}]\n"
+        # Prometheus 2 is answered with sglang_ for sglang: (docs/metrics.md).
+        "    metric_relabel_configs:\n"
+        "      - {source_labels: [__name__], regex: 'sglang_(.*)', target_label: __name__, "
+        "replacement: 'sglang:$1'}\n"
     )
     listen = f"127.0.0.1:{port}"
     prometheus = [str(args.prometheus), f"--config.file={config}"]

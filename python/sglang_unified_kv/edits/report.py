@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .. import engage
 from ..attestation import Attestation, Rank, digest
-from ..edit import EditError
+from ..edit import EditError, audit
 from ..metrics import ANY, ENGAGED, EXACT, HISPARSE, METRICS, Exporter, Sample
 from . import series
 from .hisparse_allocator import promises_of
@@ -98,7 +98,7 @@ def attestation_of(scheduler, features: list[str]) -> Attestation:
         EditError: an edit is no longer what was verified.
     """
     applied = [one for one in series.ALL if one.applied]
-    if reasons := [reason for one in applied for reason in one.audit()]:
+    if reasons := audit(applied):
         raise EditError(reasons)
     edits, fingerprints = digest(applied)
     general = {
