@@ -18,7 +18,7 @@ import importlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -180,6 +180,11 @@ class Series:
     def __len__(self) -> int:
         return len(self._edits)
 
+    @property
+    def applied(self) -> bool:
+        """Whether :meth:`apply` has installed the series in this process."""
+        return bool(self._installed)
+
     def add(self, edit: Edit) -> None:
         clash = [e for e in self._edits if e.target == edit.target]
         if clash and edit.kind is not Kind.RELIES_ON:
@@ -308,20 +313,22 @@ class Series:
 
     def audit(self) -> list[str]:
         """Every target that is no longer what ``apply`` installed; empty when all edits are live."""
+        return audit([self])
+
+    def _changed(self, originals: dict[int, list[str]]) -> Iterator[str]:
+        """Targets that changed; notes the bare functions that wraps stand in front of."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        reasons = []
-        originals: dict[int, list[str]] = {}
         for edit in self._edits:
             if edit.kind in (Kind.OVERRIDE, Kind.RELIES_ON):
                 continue
             where = f"{edit.kind.value} {edit.target}"
             if edit.target not in self._installed:
-                reasons.append(f"{where}: was never applied")
+                yield f"{where}: was never applied"
                 continue
             installed = self._installed[edit.target]
             if _resolve(edit.target).get() is not installed:
-                reasons.append(f"{where}: is no longer the object that was installed")
+                yield f"{where}: is no longer the object that was installed"
             foreign = [
                 s
                 for _, hook, s in HookRegistry._hooks.get(edit.dotted, ())
@@ -329,18 +336,24 @@ class Series:
             ]
             if foreign:
                 names = sorted({s.plugin_name if s else "unknown" for s in foreign})
-                reasons.append(f"{where}: another plugin registered a hook ({', '.join(names)})")
+                yield f"{where}: another plugin registered a hook ({', '.join(names)})"
             original = getattr(_function(installed), "__wrapped__", None)
             if edit.kind in (Kind.WRAP, Kind.REPLACE) and original is not None:
                 originals.setdefault(id(original), []).append(where)
-        # Modules that still hold the bare upstream function through ``from ... import``.
-        stale = {
-            (where, module.__name__): None
-            for module, _, value in _bindings()
-            if getattr(module, "__name__", "").startswith("sglang.")
-            for where in originals.get(id(value), ())
-        }
-        return reasons + [f"{where}: {name} still holds the original" for where, name in stale]
+
+
+def audit(series: Iterable[Series]) -> list[str]:
+    """As :meth:`Series.audit` for several, with one walk over all modules, which is what takes the time."""
+    originals: dict[int, list[str]] = {}
+    reasons = [reason for one in series for reason in one._changed(originals)]
+    # Modules that still hold the bare upstream function through ``from ... import``.
+    stale = {
+        (where, module.__name__): None
+        for module, _, value in _bindings()
+        if getattr(module, "__name__", "").startswith("sglang.")
+        for where in originals.get(id(value), ())
+    }
+    return reasons + [f"{where}: {name} still holds the original" for where, name in stale]
 
 
 def _bindings() -> Iterator[tuple[ModuleType, str, Any]]:

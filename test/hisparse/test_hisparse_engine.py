@@ -12,6 +12,8 @@ from hisparse_engine import (
     run,
     run_together,
 )
+from sglang_unified_kv.edits.report import features_of
+from sglang_unified_kv.edits.samples import samples_of
 from sglang_unified_kv.reference.harness import prompt
 
 LONG = 2400
@@ -126,6 +128,47 @@ def test_the_log_counts_device_and_host_rows(engine):
     engine.run_many(rid)
     engine.step()
     assert_nothing_is_held(engine)
+
+
+def test_what_is_exported_is_what_was_copied(engine, loads):
+    assert features_of(engine.scheduler) == ["ring", "hisparse"]
+
+    def exported():
+        samples = samples_of(engine.scheduler)
+        names = {(s.name.removeprefix("sglang:unified_kv_"), *s.labels): s.value for s in samples}
+        return names
+
+    coordinator, before = coordinator_of(engine), exported()
+    rid = engine.submit(PROMPTS["top 1"], 6)
+    while not coordinator.req_device_buffer_size.any():
+        engine.step()
+    during = exported()
+    engine.run_many(rid)
+    engine.step()
+    after = exported()
+    assert_nothing_is_held(engine)
+    swapped, reads = (
+        after[(f"hisparse_{name}_total",)] - before[(f"hisparse_{name}_total",)]
+        for name in ("swap_ins", "reads")
+    )
+    assert 0 < swapped == sum(loads) < reads
+    layers = len(coordinator.mem_pool_device.rows(0))
+    row_bytes = coordinator.mem_pool_device.rows(0)[0].shape[1]
+    moved = {
+        path: after["hisparse_bytes_total", path] - before["hisparse_bytes_total", path]
+        for path in ("host_to_device", "device_to_host")
+    }
+    # Its 600 rows, the last of them once more behind the prompt, and those that decode completes.
+    assert moved["host_to_device"] == swapped * row_bytes
+    assert 600 * layers * row_bytes <= moved["device_to_host"] <= 603 * layers * row_bytes
+    totals = {"host": coordinator.mem_pool_host.size, "device": TOKENS // 3 // 4}
+    for pool, least in (("host", 600), ("device", BUFFER)):
+        name = f"hisparse_{pool}_rows"
+        states = ("free", "used") if pool == "host" else ("free", "promised", "used")
+        for moment in (before, during, after):
+            assert sum(moment[name, state] for state in states) == totals[pool]
+        assert before[name, "used"] == after[name, "used"] == 0
+        assert during[name, "used"] >= least
 
 
 def test_short_and_long_requests_together(engine, resident):
