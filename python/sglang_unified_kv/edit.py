@@ -280,7 +280,8 @@ def _propagated_at_once() -> Iterator[None]:
     finally:
         hook_registry._propagate_patch = upstream
         for module, name, value in _bindings():
-            wrapped, source_module = value, module
+            wrapped: object = value
+            source_module: object = module
             # A target that was reached by two names was replaced twice.
             while id(wrapped) in replaced:
                 _, wrapped, source_module = replaced[id(wrapped)]
