@@ -77,8 +77,9 @@ class Edit:
     def ours_name(self) -> str:
         if self.ours is None or isinstance(self.ours, str):
             return self.ours or "-"
-        module = getattr(self.ours, "__module__", type(self.ours).__module__)
-        return f"{module}.{getattr(self.ours, '__qualname__', repr(self.ours))}"
+        ours = plain_function(self.ours)
+        module = getattr(ours, "__module__", type(ours).__module__)
+        return f"{module}.{getattr(ours, '__qualname__', repr(ours))}"
 
 
 class Series:
