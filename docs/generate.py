@@ -19,9 +19,11 @@ from sglang_unified_kv import engage
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.config import HISPARSE, variables
 from sglang_unified_kv.edit import Edit, Kind
-from sglang_unified_kv.edits import HISPARSE_SERIES, RING, SERIES
+from sglang_unified_kv.edits.series import ALL
 from sglang_unified_kv.edits.server_args import add_stride_flag
 from sglang_unified_kv.hisparse import support
+from sglang_unified_kv.metrics import ANY, EXACT, METRICS, Metric
+from sglang_unified_kv.metrics import HISPARSE as HISPARSE_METRICS
 from sglang_unified_kv.reference import plugin as reference
 
 HERE = Path(__file__).parent
@@ -82,7 +84,7 @@ def _command(name: str, command: Any) -> str:
         if parameter.param_type_name == "argument":
             shown = parameter.metavar
         elif parameter.is_flag:
-            shown = parameter.opts[-1]
+            shown = "`, `".join((*parameter.opts, *parameter.secondary_opts))
         else:
             shown = f"{parameter.opts[-1]} {parameter.metavar or _kind(types[parameter.name])}"
         told = "" if parameter.default in (None, False) else f" Default: {parameter.default}."
@@ -141,7 +143,7 @@ CHANGES = {
 
 def in_tree() -> str:
     found: dict[str, list[Edit]] = {part: [] for part in PARTS}
-    for series in (SERIES, RING, HISPARSE_SERIES):
+    for series in ALL:
         for edit in series:
             found.setdefault(part_of(series, edit), []).append(edit)
     return "\n\n".join(_part(part, edits) for part, edits in found.items())
@@ -159,11 +161,33 @@ def _part(part: str, edits: list[Edit]) -> str:
     return f"## {heading}\n\n{text}{table(('file and function', 'change', 'why there'), rows)}"
 
 
+def metrics() -> str:
+    parts = []
+    for feature in dict.fromkeys(metric.feature for metric in METRICS):
+        rows = [_metric(metric) for metric in METRICS if metric.feature == feature]
+        heading = HEADINGS[feature]
+        parts.append(f"### {heading}\n\n{table(('metric', 'type', 'meaning'), rows)}")
+    return "\n\n".join(parts)
+
+
+HEADINGS = {ANY: "Any feature", EXACT: "Exact reuse", HISPARSE_METRICS: "HiSparse"}
+
+
+def _metric(metric: Metric) -> tuple[str, str, str]:
+    told = []
+    for label, values in metric.labels.items():
+        told.append(f"`{label}`" + (f" ({', '.join(values)})" if values else ""))
+    labels = f" Labels: {'; '.join(told)}." if told else ""
+    ranks = " Every rank." if metric.every_rank else ""
+    return f"`{metric.name}`", metric.kind, f"{metric.help}{labels}{ranks}"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "environment variables": variables_table,
     "reference engine": reference_engine_table,
     "launch flags": launch_flags,
     "commands": commands,
+    "metrics": metrics,
     "conditions": conditions,
     "refusals": refusals,
     "in-tree map": in_tree,

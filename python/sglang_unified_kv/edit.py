@@ -100,6 +100,11 @@ class Series:
     def __len__(self) -> int:
         return len(self._edits)
 
+    @property
+    def applied(self) -> bool:
+        """Whether :meth:`apply` has installed the series in this process."""
+        return bool(self._installed)
+
     def add(self, edit: Edit) -> None:
         clash = [e for e in self._edits if e.target == edit.target]
         if clash and edit.kind is not Kind.RELIES_ON:

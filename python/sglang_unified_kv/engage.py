@@ -435,8 +435,8 @@ def engage(settings: Settings, facts: Facts, *, announce: bool = True) -> Decisi
     """Decide for this process, record the outcome, and tell the operator.
 
     Args:
-        announce: warn about an inert outcome; the ranks of a server whose launching process has
-            warned already pass ``False``.
+        announce: tell the outcome; the ranks of a server whose launching process has told it already
+            pass ``False``.
 
     Raises:
         Refused: with every obstacle.
@@ -448,8 +448,9 @@ def engage(settings: Settings, facts: Facts, *, announce: bool = True) -> Decisi
         raise Refused(decision.obstacles, on(settings))
     if decision.state is State.ENGAGED:
         _current = Engagement(settings, decision)
-        tier = "HiCache" if facts.enable_hierarchical_cache else "radix cache"
-        logger.info("Bit-exact %s is engaged: %s", tier, settings)
+        if announce:
+            tier = "HiCache" if facts.enable_hierarchical_cache else "radix cache"
+            logger.info("Bit-exact %s is engaged: %s", tier, settings)
     elif decision.missing and announce:
         warn_inert(on(settings), decision.missing)
     return decision

@@ -78,13 +78,14 @@ def _load() -> list[str]:
 
 def requested_series(environ: Mapping[str, str]) -> list[Series]:
     """The series of edits that the switches in ``environ`` ask for."""
-    from .edits import HISPARSE_SERIES, RING, SERIES
+    from .edits import HISPARSE_SERIES, REPORT, RING, SERIES
 
     needs = {
         SERIES: FEATURES,
         # A HiSparse allocator hides the ring from SGLang's accounting (G3).
         RING: (RING_FIXES, HISPARSE),
         HISPARSE_SERIES: (HISPARSE,),
+        REPORT: SWITCHES,
     }
     return [series for series, switches in needs.items() if requested(environ, switches)]
 

@@ -51,7 +51,7 @@ def plan_source(step, hot=4096):
             "victims",
             "out",
         ],
-        "*i64": ["requests", "cold", "sources"],
+        "*i64": ["requests", "cold", "sources", "tally"],
         "*i16": ["places"],
         "i32": ["top_k_stride", "slot_stride", "positions", "out_stride", "miss_stride"],
     }

@@ -22,7 +22,12 @@ def edits(*argv, without):
     return done
 
 
-PRODUCT = ["sglang_unified_kv", "sglang_unified_kv_ring", "sglang_unified_kv_hisparse"]
+PRODUCT = [
+    "sglang_unified_kv",
+    "sglang_unified_kv_ring",
+    "sglang_unified_kv_hisparse",
+    "sglang_unified_kv_report",
+]
 
 
 def test_edits_lists_every_series_apart_without_sglang():
@@ -48,10 +53,26 @@ def test_edits_lists_the_product_without_torch_and_says_what_it_left_out():
     assert "reference engine's edits are not listed: torch is not installed" in done.stderr
 
 
-def test_edits_as_tables():
+def test_edits_as_text():
     text = edits(without=("sglang",)).stdout
+    # Whole, though no terminal is that wide.
+    assert (
+        "\nwrap: sglang.srt.managers.scheduler:Scheduler.__init__\n"
+        "  ours: sglang_unified_kv.edits.engagement.decide_in_rank\n"
+        "  for bit-exact hicache: every rank decides for itself before it builds a pool, and checks the "
+        "edits when built\n"
+    ) in text
     assert text.index("Exact reuse: ") < text.index("Reference engine (tests and demos only): ")
     assert "edits of sglang 0.5.23" in text
+
+
+def test_version():
+    from importlib.metadata import version
+
+    command = [sys.executable, "-m", "sglang_unified_kv.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"sglang-unified-kv {version('sglang-unified-kv')}, for sglang 0.5.23\n"
 
 
 DOCTOR = "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])"

@@ -95,7 +95,8 @@ def test_chat(post):
 
 def test_check_finds_the_fault_of_stock(url, tmp_path):
     arguments = (
-        f"check --url {url} --tails 32,160 --rounds 4 --churn 4 --churn-tokens 140 --batch 1"
+        f"check --url {url} --tails 32,160 --rounds 4 --churn 4 --churn-tokens 140 --batch 1 "
+        "--no-attestation"
     )
     arguments += f" --output-tokens 8 --token-ids 6-1023 --seed 7 --json {tmp_path / 'out.json'}"
     run = CliRunner().invoke(app, arguments.split())
@@ -108,5 +109,8 @@ def test_check_finds_the_fault_of_stock(url, tmp_path):
     assert near["unlike_cold"] == far["unlike_cold"] == 4
     assert document["verdict"] == "not deterministic" and len(document["faults"]) >= 2
     arguments = f"check --url {url} --tails 32 --rounds 1 --churn 0 --token-ids 6-1023 --seed 7"
+    without = CliRunner().invoke(app, arguments.split())
+    assert without.exit_code == 2 and "launch it with --enable-metrics" in without.output
+    arguments += " --no-attestation"
     again = CliRunner().invoke(app, arguments.split())
     assert again.exit_code in (1, 2) and "use another --seed" in " ".join(again.output.split())

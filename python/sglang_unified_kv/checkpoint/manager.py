@@ -171,6 +171,7 @@ class CheckpointManager:
             chain: page hashes of the prompt.
             resumed, matched, prompt: tokens, as :class:`~.policy.Path`.
         """
+        self.stats.admitted(resumed, matched)
         grid = self.density.admit(chain, resumed, matched, prompt) if self.policy.fills else 0
         self._paths[rid] = Path(resumed, matched, prompt, grid)
 

@@ -22,6 +22,9 @@ class RecordMover:
         host: uint8 ``[records, record_bytes]``, pinned where the device has streams; rows contiguous.
         staging_slots: records the device staging ring holds.
         device: where the rings live.
+
+    Attributes:
+        waits: times that slots were taken whose last copy was still under way.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class RecordMover:
         )
         # Told (staging slots, host slots) before records are copied to the host; for debugging.
         self.on_save: Callable[[list[int], list[int]], None] | None = None
+        self.waits = 0
         self._next = 0
         self._held: set[int] = set()
         self._staging_busy: dict[int, torch.Event] = {}
@@ -58,7 +62,10 @@ class RecordMover:
         assert self._held.isdisjoint(slots), "a staging slot is taken while its record is not saved"
         self._held.update(slots)
         self._next = (self._next + count) % self.staging_slots
-        for event in {id(e): e for s in slots if (e := self._staging_busy.get(s))}.values():
+        events = {id(e): e for s in slots if (e := self._staging_busy.get(s))}.values()
+        # Asked for the count alone: what is waited for, and in which order, does not depend on it.
+        self.waits += any(not event.query() for event in events)
+        for event in events:
             self._module.current_stream().wait_event(event)
         return slots
 

@@ -254,6 +254,16 @@ class CheckpointStore:
         return len(self._reserved)
 
     @property
+    def free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    @property
+    def stored(self) -> int:
+        """Records that storage was given, or that came from it."""
+        return sum(record.stored for record in self._records.values())
+
+    @property
     def pinned(self) -> int:
         """Pins held by restores and storage writes."""
         records = [*self._records.values(), *self._retired.values()]

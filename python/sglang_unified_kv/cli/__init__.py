@@ -1,7 +1,11 @@
 """Command line ``sglang-unified-kv``: one module per command."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
+from ..edit import SGLANG_VERSION
 from .check import check
 from .demo import demo
 from .doctor import doctor
@@ -13,6 +17,26 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sglang-unified-kv {version('sglang-unified-kv')}, for sglang {SGLANG_VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    wanted: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Print versions and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 app.command()(edits)
 app.command()(doctor)
 app.command()(plan)

@@ -1,12 +1,13 @@
-"""``sglang-unified-kv check``: is prefix reuse deterministic on a live server?"""
+"""``sglang-unified-kv check``: do a live server's ranks run the same, and is prefix reuse deterministic?"""
 
 from __future__ import annotations
 
 import json
 import secrets
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -40,17 +41,26 @@ def check(
         Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for an answer.")] = 300.0,
+    attestation: Annotated[
+        bool, typer.Option(help="First compare what the server's ranks say that they run.")
+    ] = True,
+    attest_only: Annotated[
+        bool, typer.Option("--attest-only", help="Do that alone; no prompt is sent.")
+    ] = False,
 ) -> None:
-    """Send identical prompts whose prefix is cached, and count the answers that are not alike.
+    """Compare what the ranks run; then send identical prompts whose prefix is cached, and count the answers
+    that are not alike.
 
     Nothing is flushed: the prompts are random, so that each one's first run is cold. Other traffic
     does no harm but may evict what is to be reused.
 
-    Exit code 0: all answers of every prompt are its cold run's. 1: not so. 2: it could not be run, or
-    too little was reused to tell.
+    Exit code 0: every rank runs the same, and all answers of every prompt are its cold run's. 1: not so.
+    2: it could not be run, or too little was reused to tell.
     """
     console = Console(highlight=False)
-    require_extra(console, "requests")
+    require_extra(console, "requests", "prometheus_client")
+    if attest_only and not attestation:
+        raise typer.BadParameter("--attest-only and --no-attestation exclude each other")
     plan = Plan(
         tails=_tails(tails),
         rounds=rounds,
@@ -67,11 +77,49 @@ def check(
         raise typer.BadParameter(f"--json {json_file}: its folder does not exist; create it")
     if json_file is not None and json_file.is_dir():
         raise typer.BadParameter(f"--json {json_file}: is a folder; name a file")
+    document = {"attestation": _attest(console, url, timeout)} if attestation else {}
+    if attest_only:
+        _write(json_file, document)
+        raise typer.Exit(0)
     report = _run(console, plan, url, timeout)
     _print(console, report)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    _write(json_file, document | report.as_json())
     raise typer.Exit({"deterministic": 0, "not deterministic": 1}.get(report.verdict, 2))
+
+
+def _write(json_file: Path | None, document: dict[str, Any]) -> None:
+    if json_file is not None:
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _attest(console: Console, url: str, timeout: float) -> dict[str, Any]:
+    """What each rank says, for the results.
+
+    Raises:
+        typer.Exit: status 1, the ranks disagree; 2, they cannot be asked. Either was printed.
+    """
+    from .attest import attest
+    from .client import ClientError, NoMetrics, SGLangClient
+
+    try:
+        with closing(SGLangClient(url, timeout_s=timeout)) as client:
+            found, reasons = attest(client)
+    except (ClientError, ValueError) as error:
+        console.print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
+        if isinstance(error, NoMetrics):
+            console.print("--no-attestation leaves the comparison of the ranks out.")
+        raise typer.Exit(2) from error
+    if reasons:
+        for reason in reasons:
+            console.print(f"- {escape(reason)}", soft_wrap=True)
+        console.print("attestation: [red]failed[/red]")
+        raise typer.Exit(1)
+    said = {str(rank): one for rank, (one,) in sorted(found.items())}
+    first = next(iter(said.values()))
+    console.print(
+        f"attestation: {len(said)} of {len(said)} ranks: {escape(str(first))}", soft_wrap=True
+    )
+    return {rank: asdict(one) for rank, one in said.items()}
 
 
 def _tails(text: str) -> tuple[int, ...]:

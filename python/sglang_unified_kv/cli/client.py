@@ -16,6 +16,10 @@ class ClientError(Exception):
     """The server could not be reached, refused a request, or answered something unexpected."""
 
 
+class NoMetrics(ClientError):
+    """The server exports no metrics."""
+
+
 SOURCES = ("device", "host", "storage")
 """Where a cached token came from."""
 
@@ -77,6 +81,22 @@ class SGLangClient:
             ClientError: no usable answer.
         """
         return self._json(self._request("GET", "/model_info"))
+
+    def metrics(self) -> str:
+        """What the server exports, in Prometheus' text format.
+
+        Raises:
+            NoMetrics: it was launched without ``--enable-metrics``.
+            ClientError: no usable answer.
+        """
+        answer = self._send("GET", "/metrics")
+        if answer.status_code == 404:
+            raise NoMetrics(
+                f"{self.base_url}: the server exports no metrics; launch it with --enable-metrics"
+            )
+        if answer.status_code != 200:
+            raise self._refused(answer, "/metrics")
+        return answer.text
 
     def flush_cache(self, *, timeout_s: float = 60.0) -> None:
         """Empty the prefix cache on device and host; a busy server is asked until it is idle.

@@ -207,7 +207,7 @@ def launch_command(model: Path, port: int) -> list[str]:
         --enable-hierarchical-cache --hicache-write-policy write_through --hicache-ratio 4
         --hicache-io-backend direct --hicache-mem-layout layer_first
         --hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete
-        --device cpu --skip-tokenizer-init --enable-fp32-lm-head --chunked-prefill-size 512
+        --device cpu --skip-tokenizer-init --enable-fp32-lm-head --chunked-prefill-size 512 --enable-metrics
         --max-total-tokens {POOL_TOKENS} --max-running-requests {SLOTS}
         --host 127.0.0.1 --port {port}
     """.split()

@@ -7,15 +7,13 @@ from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..edit import SGLANG_VERSION, Edit, Series
 from .edits_verify import verify_edits
 
 
 def edits(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     verify: Annotated[
         bool,
         typer.Option(
@@ -39,15 +37,19 @@ def edits(
         series = {s.name: [_row(edit) for edit in s] for s in listed.values()}
         typer.echo(json.dumps({"sglang": SGLANG_VERSION, "series": series}, indent=2))
         return
-    console = Console()
     for title, one in listed.items():
-        _print(console, one, title)
+        _print(one, title)
 
 
 def _series() -> dict[str, Series]:
-    from ..edits import HISPARSE_SERIES, RING, SERIES
+    from ..edits import HISPARSE_SERIES, REPORT, RING, SERIES
 
-    listed = {"Exact reuse": SERIES, "Ring accounting": RING, "HiSparse": HISPARSE_SERIES}
+    listed = {
+        "Exact reuse": SERIES,
+        "Ring accounting": RING,
+        "HiSparse": HISPARSE_SERIES,
+        "Attestation and metrics": REPORT,
+    }
     if find_spec("torch") is not None:
         from ..reference.edits import SERIES as reference
 
@@ -69,17 +71,11 @@ def _row(edit: Edit) -> dict[str, Any]:
     }
 
 
-def _print(console: Console, series: Series, title: str) -> None:
-    table = Table(
-        "kind",
-        "target / ours",
-        "feature",
-        "why",
-        title=f"{title}: {len(series)} edits of sglang {SGLANG_VERSION}",
-        show_lines=True,
-    )
+def _print(series: Series, title: str) -> None:
+    """One paragraph per edit, whose lines are whole however wide the terminal is."""
+    typer.echo(f"{title}: {len(series)} edits of sglang {SGLANG_VERSION}\n")
     for edit in series:
-        target = edit.target.replace(":", ":\u200b")
-        ours = "" if edit.ours is None else f"\n[dim]{edit.ours_name}[/dim]"
-        table.add_row(edit.kind.value, f"{target}{ours}", edit.feature, edit.why)
-    console.print(table)
+        typer.echo(f"{edit.kind.value}: {edit.target}")
+        if edit.ours is not None:
+            typer.echo(f"  ours: {edit.ours_name}")
+        typer.echo(f"  for {edit.feature}: {edit.why}\n")

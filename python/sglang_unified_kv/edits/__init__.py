@@ -23,7 +23,8 @@ from . import (  # noqa: F401, I001
     hisparse_sizing,
     hisparse_allocator,
     hisparse_runner,
+    report,
 )
-from .series import HISPARSE_SERIES, RING, SERIES
+from .series import HISPARSE_SERIES, REPORT, RING, SERIES
 
-__all__ = ["HISPARSE_SERIES", "RING", "SERIES"]
+__all__ = ["HISPARSE_SERIES", "REPORT", "RING", "SERIES"]

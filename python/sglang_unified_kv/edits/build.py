@@ -146,17 +146,6 @@ def build_manager(
         spare=1 + cache.tree_core.is_eagle,
         stride=stride_of(settings),
     )
-    logger.info(
-        "Checkpoints engaged: %d records of %.3f MB, %.2f GB host memory, %d staging slots "
-        "(%.3f GB device memory), placement %s, layout %s.",
-        records,
-        layout.record_bytes / 1e6,
-        records * slot_bytes / 1e9,
-        slots,
-        slots * layout.record_bytes / 1e9,
-        policy,
-        layout.fingerprint[:16],
-    )
     host_pool = RecordHostPool(records, layout.record_bytes, device, layout_name)
     mover = RecordMover(layout, host_pool.payload, slots, device)
     host_pool.serve(mover)

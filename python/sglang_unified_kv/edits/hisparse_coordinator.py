@@ -17,6 +17,7 @@ from ..hisparse.capacity import cold_pages, tokens_on_host
 from ..hisparse.rows import RATIO
 from ..hisparse.swap import Residency, Rows, Step, TorchSwap, TritonSwap
 from ..hisparse.tables import step_rows
+from ..hisparse.tally import Tally
 from .hisparse_allocator import promises_of
 
 
@@ -59,6 +60,7 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
         # The order that the base class keeps for its own kernel. A view of it would keep its memory.
         self._lru_init: torch.Tensor = self._lru_init.new_empty(0)
         self.lru_slots: torch.Tensor = self.lru_slots.new_empty(*self.lru_slots.shape[:2], 0)
+        self.saved_rows = 0
         self.host_pools = [self.mem_pool_host] + [
             DeepSeekV4PagedHostPool(
                 pool_name="dsv4_hisparse_c4_rope",
@@ -83,6 +85,10 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
             self.swap = TorchSwap(buffer, parts)
         else:
             self.swap = TritonSwap(buffer, parts, top_k, step_rows(len(self.req_to_host_pool)))
+        self.tally = Tally(self.swap.tally)
+        # For what is reported: of each part's device rows, one layer's.
+        self.layers = len(parts[0].device)
+        self.row_bytes = sum(part.device[0].shape[1] for part in parts)
         self.residency = Residency.empty(
             self.req_device_buffer_tokens,
             self.req_device_buffer_token_locs,
@@ -157,6 +163,7 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
         """On the current stream, which neither tensor was allocated on."""
         if len(host_rows) == 0:
             return
+        self.saved_rows += len(host_rows)
         self.swap.save(host_rows, device_rows)
         for rows in (host_rows, device_rows):
             if rows.is_cuda:

@@ -293,6 +293,7 @@ class StrictStorage(HiCacheStorage):
         ]
         if not arrived:
             return False
+        self._count("read", 1)
         wrong = self._format.verify(self._slot(slot), key, boundary)
         if wrong is not None:
             self._count("fetch_rejected", 1)

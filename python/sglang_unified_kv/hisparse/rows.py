@@ -130,7 +130,7 @@ class Promises:
     def __init__(self, buffer: HotBuffer, region: int, free: Callable[[], int]):
         self.buffer = buffer
         self.region = region
-        self._free = free
+        self.free = free
         self.prefills: Callable[[], Iterable[Prefill]] = tuple
         """Who holds a promise; the scheduler's own state, so that nothing can be forgotten."""
 
@@ -143,7 +143,7 @@ class Promises:
 
     def left(self) -> int:
         """Rows that the next request may be promised."""
-        return self._free() - self.outstanding()
+        return self.free() - self.outstanding()
 
     @property
     def longest_sequence(self) -> int:

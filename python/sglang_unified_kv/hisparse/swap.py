@@ -101,6 +101,14 @@ class Rows(NamedTuple):
 
 
 class Swap(Protocol):
+    """
+    Attributes:
+        tally: int64 ``[n, 2]``; its sums are the rows looked up in hot buffers that do not hold their whole
+            sequence, and those of them that were copied, since start.
+    """
+
+    tally: torch.Tensor
+
     def swap_in(self, layer: int, step: Step, at: Residency, cold: torch.Tensor) -> torch.Tensor:
         """Bring the rows of ``step`` to the device.
 
@@ -121,6 +129,7 @@ class TorchSwap:
 
     def __init__(self, buffer: HotBuffer, parts: Sequence[Rows]):
         self._buffer, self._parts = buffer, parts
+        self.tally = torch.zeros(1, 2, dtype=torch.int64)
 
     def swap_in(self, layer, step, at, cold):
         out = torch.full_like(step.top_k, -1)
@@ -147,6 +156,7 @@ class TorchSwap:
         out[hits] = locations[place[hits]]
         stamps[place[hits]] = now
         count = int(misses.sum())
+        self.tally += torch.tensor([int(wanted.sum()), count])
         if count == 0:
             return
 
@@ -209,6 +219,7 @@ class TritonSwap:
         self._sources = torch.zeros(slots, top_k, dtype=torch.int64, device=self._device)
         self._targets = torch.zeros(slots, top_k, dtype=torch.int32, device=self._device)
         self._counts = torch.zeros(slots, dtype=torch.int32, device=self._device)
+        self.tally = torch.zeros(slots, 2, dtype=torch.int64, device=self._device)
 
     @cached_property
     def _programs(self) -> int:
@@ -236,6 +247,7 @@ class TritonSwap:
                 self._sources,
                 self._targets,
                 self._counts,
+                self.tally,
                 step.top_k.stride(0),
                 at.tokens.stride(0),
                 cold.stride(0),

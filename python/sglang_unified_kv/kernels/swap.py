@@ -28,6 +28,7 @@ def plan_swap(
     sources,
     targets,
     counts,
+    tally,
     top_k_stride,
     slot_stride,
     positions,
@@ -70,7 +71,11 @@ def plan_swap(
         row = tl.load(locations + known, mask=found, other=-1)
         tl.store(out + k, row, mask=(k < K) & (found | ~wanted))
         tl.store(stamps + place, now, mask=hit)
-        tl.store(counts + b, tl.sum((wanted & ~hit).to(tl.int32), 0))
+        missed = tl.sum((wanted & ~hit).to(tl.int32), 0)
+        tl.store(counts + b, missed)
+        # Nobody else has this program's pair, and layers take their turns.
+        tl.store(tally + 2 * b, tl.load(tally + 2 * b) + tl.sum(wanted.to(tl.int32), 0))
+        tl.store(tally + 2 * b + 1, tl.load(tally + 2 * b + 1) + missed)
     if STEP == ALL:
         tl.debug_barrier()
     if (STEP == SWEEP) | (STEP == ALL):
