@@ -10,3 +10,5 @@ html_title = "sglang-unified-kv"
 html_show_copyright = False
 # Anchors as code hosts make them, which the pages' links use.
 myst_heading_anchors = 3
+# Two hyphens are a flag, not a dash.
+smartquotes = False

@@ -156,7 +156,7 @@ def _part(part: str, edits: list[Edit]) -> str:
         ours = f"`{edit.ours_name.removeprefix('sglang_unified_kv.edits.')}`"
         file = f"`{module.removeprefix('sglang.').replace('.', '/')}.py`"
         rows.append((f"{file} `{name}`", CHANGES[edit.kind].format(ours=ours), edit.why))
-    heading = part[:1].upper() + part[1:]
+    heading = "HiSparse" if part == "hisparse" else part[:1].upper() + part[1:]
     text = f"{PARTS[part]}\n\n" if part in PARTS else ""
     return f"## {heading}\n\n{text}{table(('file and function', 'change', 'why there'), rows)}"
 
