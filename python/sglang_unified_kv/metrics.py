@@ -300,8 +300,8 @@ METRICS = (
     Metric(
         "sglang:unified_kv_hisparse_host_rows",
         "gauge",
-        "C4 rows of the host pool of each layer, four tokens each: used by requests, or free. Requests "
-        "are retracted when none is free.",
+        "C4 rows of the host pool of each layer, four tokens each: used by requests, or free. There are "
+        "as many as the pool has tokens for, so they run out with sglang:kv_available_tokens.",
         HISPARSE,
         {"state": ("free", "used")},
     ),

@@ -12,6 +12,7 @@ from oracle import (
 )
 from rank_pair import engine_of, rank_pair
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang_unified_kv.edits.report import samples_of
 from sglang_unified_kv.reference.harness import prompt
 from storage_folder import STORAGE, at, records
 
@@ -124,19 +125,24 @@ def jittered(rank, port, model):
             found.append(recorder.run(ids, 1).cached_tokens)
         manager = engine.tree.checkpoints
         manager.check_idle()
+        samples = [s for s in samples_of(engine.scheduler) if not s.name.endswith("waits_total")]
         return (
             found,
             manager.store.capacity,
             manager.store.evictions,
             manager.store.order(),
+            samples,
         )
 
 
 def test_ranks_with_other_budgets_agree_on_every_match(pair, model_path):
     first, second = pair(jittered, str(model_path))
     assert first == second
-    found, capacity, evictions, _ = first
+    found, capacity, evictions, _, samples = first
     assert capacity == 4 and evictions > 0
+    exported = {(s.name.removeprefix("sglang:unified_kv_"), *s.labels): s.value for s in samples}
+    assert exported[("gate_reused_tokens_total",)] == sum(found) > 0
+    assert exported[("evicted_records_total",)] == evictions
     assert 0 in found[4:] and any(found[4:])
 
 

@@ -16,6 +16,7 @@ if __name__ == "__main__" and sys.argv[1] == "interpret":
 import torch
 from sglang_unified_kv.hisparse.rows import HotBuffer
 from sglang_unified_kv.hisparse.swap import Residency, Rows, Step, TorchSwap, TritonSwap
+from sglang_unified_kv.hisparse.tally import Tally
 
 PAGE, LAYERS, SLOTS, POSITIONS = 64, 2, 4, 700
 ROW_BYTES = {"bf16": [1024], "fp8": [512, 128]}
@@ -131,6 +132,14 @@ def kernels_of(world: World, one_launch: bool) -> TritonSwap:
     return TritonSwap(world.buffer, world.parts, world.top_k, SLOTS, one_launch=one_launch)
 
 
+def tally_of(swap) -> list[int]:
+    """Its sums, once the first copy of them has arrived."""
+    tally = Tally(swap.tally)
+    while not any(sums := tally.latest()):
+        pass
+    return sums
+
+
 def main(where: str, steps: int) -> None:
     device = "cpu" if where == "interpret" else "cuda"
     done = 0
@@ -158,6 +167,8 @@ def main(where: str, steps: int) -> None:
                 for world in (ours, twin):
                     world.start(slot) if restart else world.grow(slot)
                 done += 1
+            looked_up, copied = torch_swap.tally.sum(0).tolist()
+            assert tally_of(swap) == [looked_up, copied] and 0 < copied < looked_up
             rows = torch.randperm(len(ours.parts[0].device[0]))[:37].to(device)
             target = torch.randperm(SLOTS * POSITIONS)[:37].to(device)
             swap.save(target, rows)

@@ -12,6 +12,7 @@ from hisparse_engine import (
     run,
     run_together,
 )
+from sglang_unified_kv.edits.report import features_of, samples_of
 from sglang_unified_kv.reference.harness import prompt
 
 LONG = 2400
@@ -126,6 +127,46 @@ def test_the_log_counts_device_and_host_rows(engine):
     engine.run_many(rid)
     engine.step()
     assert_nothing_is_held(engine)
+
+
+def test_what_is_exported_is_what_was_copied(engine, loads):
+    assert features_of(engine.scheduler) == ["ring", "hisparse"]
+
+    def exported():
+        samples = samples_of(engine.scheduler)
+        names = {(s.name.removeprefix("sglang:unified_kv_"), *s.labels): s.value for s in samples}
+        return names
+
+    coordinator, before = coordinator_of(engine), exported()
+    rid = engine.submit(PROMPTS["top 1"], 6)
+    while not coordinator.req_device_buffer_size.any():
+        engine.step()
+    during = exported()
+    engine.run_many(rid)
+    engine.step()
+    after = exported()
+    assert_nothing_is_held(engine)
+    swapped, reads = (
+        after[(f"hisparse_{name}_total",)] - before[(f"hisparse_{name}_total",)]
+        for name in ("swap_ins", "reads")
+    )
+    assert 0 < swapped == sum(loads) < reads
+    layers = len(coordinator.mem_pool_device.rows(0))
+    row_bytes = coordinator.mem_pool_device.rows(0)[0].shape[1]
+    moved = {
+        path: after["hisparse_bytes_total", path] - before["hisparse_bytes_total", path]
+        for path in ("host_to_device", "device_to_host")
+    }
+    # Its 600 rows, the last of them once more behind the prompt, and those that decode completes.
+    assert moved["host_to_device"] == swapped * row_bytes
+    assert 600 * layers * row_bytes <= moved["device_to_host"] <= 603 * layers * row_bytes
+    for pool in ("host", "device"):
+        rows = {state: during[f"hisparse_{pool}_rows", state] for state in ("free", "used")}
+        assert rows["used"] >= (600 if pool == "host" else BUFFER)
+        assert after[f"hisparse_{pool}_rows", "used"] == before[f"hisparse_{pool}_rows", "used"]
+        promised = during.get((f"hisparse_{pool}_rows", "promised"), 0)
+        total = coordinator.mem_pool_host.size if pool == "host" else TOKENS // 3 // 4
+        assert sum(rows.values()) + promised == total
 
 
 def test_short_and_long_requests_together(engine, resident):

@@ -14,7 +14,7 @@ from swap_steps import LAYERS, POSITIONS, ROW_BYTES, SLOTS, World
 def test_every_row_is_right_over_random_steps(parts, steps):
     world = World(steps, ROW_BYTES[parts], hot=128, top_k=64)
     swap = TorchSwap(world.buffer, world.parts)
-    loaded, read = [], 0
+    loaded, read, looked_up = [], 0, 0
     load = swap.load
 
     def noted(layer, host_rows, device_rows):
@@ -27,11 +27,20 @@ def test_every_row_is_right_over_random_steps(parts, steps):
         for layer in range(LAYERS):
             world.check(layer, step, swap.swap_in(layer, step, world.at[layer], world.cold))
         read += LAYERS * int((step.top_k[: int(step.real)] >= 0).sum())
+        looked_up += LAYERS * looked_up_by(step, hot=128)
         slot = i % SLOTS
         world.start(slot) if world.chance.random() < 0.02 else world.grow(slot)
+    assert swap.tally.tolist() == [[looked_up, len(loaded)]] and len(loaded) < looked_up < read
     # Rows are evicted and come back; and what is hot is not loaded again.
     assert len(loaded) > 1.5 * len(set(loaded))
     assert len(loaded) < 0.7 * read
+
+
+def looked_up_by(step, hot):
+    """Rows of a step that may lie on the host: of sequences longer than the buffer, but for the newest."""
+    real = slice(int(step.real))
+    top_k, lengths = step.top_k[real], step.lengths[real, None]
+    return int(((top_k >= 0) & (top_k < lengths - 1) & (lengths > hot)).sum())
 
 
 def misses_of_an_exact_order(reads, hot):

@@ -150,7 +150,10 @@ def test_variables_that_are_set_or_named_exist(forks):
     }
     ours = {v.name for v in variables()} | set(plugin.SWITCHES)
     ours |= {generate.reference.ENV, generate.reference.CHUNK_INVARIANT_ENV}
-    scripts = "".join(p.read_text() for p in (REPO / "scripts").iterdir() if p.is_file())
+    folders = ((REPO / folder).rglob("*") for folder in ("scripts", ".github"))
+    scripts = "".join(
+        p.read_text() for found in folders for p in found if p.suffix != ".pyc" and p.is_file()
+    )
     rest = sorted(name for name in named - ours if name not in scripts)
     script = (
         "import json, sys\nfrom pathlib import Path\nimport sglang\n"

@@ -37,9 +37,9 @@ def test_every_target_is_the_unwrapped_upstream_object(forks):
     script = LOAD + (
         "from sglang.srt.plugins.hook_registry import HookRegistry\n"
         "from sglang_unified_kv.edit import Kind\n"
-        "from sglang_unified_kv.edits import RING, SERIES\n"
-        "for series in (SERIES, RING):\n"
-        "    assert len(series) >= 3\n"
+        "from sglang_unified_kv.edits.series import ALL\n"
+        "for series in ALL:\n"
+        "    assert len(series) >= 3 and not series.applied\n"
         "    assert series.preflight() == [], series.preflight()\n"
         "    wraps = [e for e in series if e.kind in (Kind.WRAP, Kind.REPLACE)]\n"
         "    assert wraps and not any(HookRegistry._hooks.get(e.dotted) for e in wraps)"

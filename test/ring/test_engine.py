@@ -2,6 +2,7 @@
 
 import pytest
 from sglang_unified_kv.config import RING_FIXES
+from sglang_unified_kv.edits.report import attestation_of, features_of
 from sglang_unified_kv.edits.ring_allocator import counted
 from sglang_unified_kv.reference.harness import prompt
 
@@ -23,6 +24,13 @@ def run(make_engine, fixes, exact, **server_args):
     with make_engine(stock=not exact, env=env, max_running_requests=4, **server_args) as engine:
         found = under_load(engine)
         assert counted(engine.scheduler.token_to_kv_pool_allocator) is fixes
+        tier = "hicache" if server_args.get("hicache", True) else "radix"
+        features = features_of(engine.scheduler)
+        assert features == [tier] * exact + ["ring"] * fixes
+        if features:
+            said = attestation_of(engine.scheduler, features)
+            assert said.features == "+".join(features) and int(said.edits) > 0
+            assert bool(said.policy) is bool(said.records) is exact
         engine.flush()
         allocator = engine.scheduler.token_to_kv_pool_allocator
         assert allocator.full_available_size() == allocator.size_full
