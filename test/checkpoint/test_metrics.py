@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 
 import prometheus_client
 import pytest
@@ -198,6 +199,17 @@ def test_the_gates_results_are_told_apart():
     assert counts == (1, 1, 2, 1)
     assert stats.reused_tokens == 512 + 256 + 512
     assert stats.cut_tokens == {512: 2, 256: 1}
+
+
+def test_a_rank_exports_at_most_once_a_second(monkeypatch):
+    now, published = [100.0], []
+    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report, "samples_of", lambda scheduler: [scheduler])
+    reports = report._Reports("scheduler", SimpleNamespace(publish=published.append))
+    for moment in (100.0, 100.1, 100.99, 101.0, 101.5, 107.0):
+        now[0] = moment
+        reports.tick()
+    assert published == [["scheduler"]] * 3
 
 
 class Copy:

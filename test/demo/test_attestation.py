@@ -203,6 +203,10 @@ def test_real_ranks(model_path, tmp_path, flags, ranks):
         arguments = f"check --url {url} --attest-only --json {document}"
         run = CliRunner().invoke(app, arguments.split())
         assert run.exit_code == 0, run.output
+        exported = SGLangClient(url).metrics()
+    # One rank of each attention group exports the counters, as with SGLang's own.
+    counting = re.findall(r'^sglang:unified_kv_captures_total{.*tp_rank="(\d)"', exported, re.M)
+    assert len(counting) == (2 if "attention" in flags else 1)
     assert json.loads(document.read_text())["attestation"].keys() == ranks
     log = (tmp_path / "log").read_text()
     for rank in ranks:

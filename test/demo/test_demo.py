@@ -53,7 +53,7 @@ def test_the_demo_shows_the_fault_of_stock_and_exact_without_it(tmp_path):
     assert sorted(p.name for p in (tmp_path / "logs").iterdir()) == ["exact.log", "stock.log"]
     assert "Bit-exact HiCache is engaged" not in (tmp_path / "logs/stock.log").read_text()
     log = (tmp_path / "logs/exact.log").read_text()
-    assert "Bit-exact HiCache is engaged" in log and "Checkpoints engaged" in log
+    assert "Bit-exact HiCache is engaged" in log and "Unified KV engaged on dp0 tp0" in log
     assert "matched=0 loaded=2560" in log
     assert "Traceback" not in log, "it did not shut down cleanly"
 

@@ -3,10 +3,13 @@
 One workload runs under every scheduling mode; what does not depend on the mode runs once.
 """
 
+from types import SimpleNamespace
+
 import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings, rows_before, watch
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang_unified_kv.edits import report
 from sglang_unified_kv.reference.harness import prompt
 
 PAGE = 256
@@ -122,6 +125,22 @@ def test_a_request_for_no_or_one_token(engine, manager, cold, new_tokens):
     assert hit.cached_tokens == 512 and len(hit.output_ids) == new_tokens
     assert_resumed(hit, expected)
     assert hit.logits[0].equal(expected.logits[0])
+
+
+@only_chunked
+def test_counters_are_exported_where_sglang_reports(engine, manager):
+    reporter = engine.scheduler.metrics_reporter
+    assert not hasattr(reporter, report._MARK), "created without --enable-metrics"
+    ticks = []
+    setattr(reporter, report._MARK, SimpleNamespace(tick=lambda: ticks.append(1)))
+    try:
+        engine.step()
+        assert len(ticks) == 1, "an idle round"
+        # What its reports of prefills and of decode steps call, with metrics enabled.
+        reporter._log_hicache_stats()
+        assert len(ticks) == 2
+    finally:
+        delattr(reporter, report._MARK)
 
 
 @only_chunked

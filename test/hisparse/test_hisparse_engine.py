@@ -160,13 +160,14 @@ def test_what_is_exported_is_what_was_copied(engine, loads):
     # Its 600 rows, the last of them once more behind the prompt, and those that decode completes.
     assert moved["host_to_device"] == swapped * row_bytes
     assert 600 * layers * row_bytes <= moved["device_to_host"] <= 603 * layers * row_bytes
-    for pool in ("host", "device"):
-        rows = {state: during[f"hisparse_{pool}_rows", state] for state in ("free", "used")}
-        assert rows["used"] >= (600 if pool == "host" else BUFFER)
-        assert after[f"hisparse_{pool}_rows", "used"] == before[f"hisparse_{pool}_rows", "used"]
-        promised = during.get((f"hisparse_{pool}_rows", "promised"), 0)
-        total = coordinator.mem_pool_host.size if pool == "host" else TOKENS // 3 // 4
-        assert sum(rows.values()) + promised == total
+    totals = {"host": coordinator.mem_pool_host.size, "device": TOKENS // 3 // 4}
+    for pool, least in (("host", 600), ("device", BUFFER)):
+        name = f"hisparse_{pool}_rows"
+        states = ("free", "used") if pool == "host" else ("free", "promised", "used")
+        for moment in (before, during, after):
+            assert sum(moment[name, state] for state in states) == totals[pool]
+        assert before[name, "used"] == after[name, "used"] == 0
+        assert during[name, "used"] >= least
 
 
 def test_short_and_long_requests_together(engine, resident):
