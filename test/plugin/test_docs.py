@@ -1,6 +1,7 @@
 """README and docs: the site builds, links lead on, commands parse, examples run, generated parts are new."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -140,6 +141,13 @@ def test_our_commands_are_parsed():
     for words in ours:
         name, *arguments = words[1:]
         group.commands[name].make_context(name, arguments)
+
+
+def test_scripts_that_are_run_exist():
+    ran = [words for *_, words in COMMANDS if "/" in words[0]]
+    assert ran and all(os.access(REPO / words[0], os.X_OK) for words in ran)
+    files = [words[1] for *_, words in COMMANDS if words[0] == "python" and words[1] != "-m"]
+    assert files and all((REPO / file).is_file() for file in files)
 
 
 def test_variables_that_are_set_or_named_exist(forks):
