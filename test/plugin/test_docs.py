@@ -1,5 +1,6 @@
 """README and docs: the site builds, links lead on, commands parse, examples run, generated parts are new."""
 
+import ast
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from plan_runs import write_pro
 from sglang_unified_kv import plugin
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.config import variables
+from sglang_unified_kv.metrics import BY_NAME
 
 REPO = Path(__file__).parents[2]
 DOCS = REPO / "docs"
@@ -94,6 +96,33 @@ def test_tests_and_files_that_are_named_exist(page):
         assert (REPO / path).exists() or path.startswith("docs/_build"), path
 
 
+def texts_of_the_product():
+    """Pieces of its string literals, between what is filled in."""
+    for file in (REPO / "python").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield from re.split(r"%[.\d]*[a-z]|\{\w*\}", node.value)
+
+
+def test_messages_that_operators_look_for_are_the_real_ones():
+    real = "\n".join(texts_of_the_product())
+    spans = re.findall(r"`([^`]+)`", prose(DOCS / "operating.md"))
+    # What has words in it and is no command line, flag or assignment.
+    messages = [
+        s for s in spans if s.count(" ") >= 2 and not re.match(r"sglang-|--\w+$|\w+=\S+ ", s)
+    ]
+    assert len(messages) > 15
+    for message in messages:
+        for piece in re.split(r"\.\.\.|=", message):
+            assert piece.strip(" ():") in real, (message, piece)
+
+
+def test_metrics_that_are_named_exist():
+    for page in PAGES:
+        for name in re.findall(r"sglang:unified_kv_[a-z_]+[a-z]", TEXT[page]):
+            assert name in BY_NAME, (page.name, name)
+
+
 def commands_of(page, text):
     """(assignments, words) of every command line of a shell block."""
     for line in text.replace("\\\n", " ").splitlines():
@@ -166,11 +195,11 @@ def test_variables_that_are_set_or_named_exist(forks):
     script = (
         "import json, sys\nfrom pathlib import Path\nimport sglang\n"
         "source = ''.join(p.read_text() for p in Path(sglang.__file__).parent.rglob('*.py'))\n"
-        "print([name for name in json.loads(sys.argv[1]) if name not in source])"
+        "print(json.dumps([n for n in json.loads(sys.argv[1]) if n not in source]))"
     )
     unknown = forks.run(script, argv=["x", json.dumps(rest)]).stdout
     # The prefix of our own variables, and constants of edit.py.
-    assert set(eval(unknown)) <= {"SGLANG_VERSION"}
+    assert set(json.loads(unknown)) <= {"SGLANG_VERSION"}
 
 
 def test_python_blocks_run(forks):
