@@ -18,7 +18,12 @@ import contextlib  # noqa: E402
 
 import pytest  # noqa: E402
 from forks import fork_server  # noqa: E402
+from hypothesis import settings  # noqa: E402
 from sglang_unified_kv.reference import harness  # noqa: E402, F401  (before SGLang, for a GPU)
+
+# An example may take as long as the machine makes it.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-BIT_EXACT_HICACHE = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
-BIT_EXACT_RADIX = "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX"
-OFFLOAD_PAGE_STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
-CHECKPOINT_POLICY = "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"
-CHECKPOINT_HOST_GB = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
-STATE_STAGING_PAGES = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
-PROVENANCE = "SGLANG_UNIFIED_KV_PROVENANCE"
-DBG_CHECKSUM = "SGLANG_SWA_DBG_CHECKSUM"
-STORAGE_PER_RANK = "SGLANG_UNIFIED_KV_STORAGE_PER_RANK"
-RING_FIXES = "SGLANG_UNIFIED_KV_RING_FIXES"
-HISPARSE = "SGLANG_UNIFIED_KV_HISPARSE"
+BIT_EXACT_HICACHE: Final = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
+BIT_EXACT_RADIX: Final = "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX"
+OFFLOAD_PAGE_STRIDE: Final = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
+CHECKPOINT_POLICY: Final = "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"
+CHECKPOINT_HOST_GB: Final = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
+STATE_STAGING_PAGES: Final = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
+PROVENANCE: Final = "SGLANG_UNIFIED_KV_PROVENANCE"
+DBG_CHECKSUM: Final = "SGLANG_SWA_DBG_CHECKSUM"
+STORAGE_PER_RANK: Final = "SGLANG_UNIFIED_KV_STORAGE_PER_RANK"
+RING_FIXES: Final = "SGLANG_UNIFIED_KV_RING_FIXES"
+HISPARSE: Final = "SGLANG_UNIFIED_KV_HISPARSE"
 
 
 class ConfigError(ValueError):
@@ -142,9 +142,32 @@ class Settings(BaseSettings):
     )
 
     @classmethod
-    def settings_customise_sources(cls, settings_cls, init_settings, **_sources):
+    def settings_customise_sources(
+        cls, settings_cls, init_settings, env_settings, dotenv_settings, file_secret_settings
+    ):
         # Only load_settings reads an environment; an object built by hand holds what it was given.
         return (init_settings,)
+
+
+class Variable(NamedTuple):
+    """An environment variable, for messages and the reference."""
+
+    name: str
+    default: object
+    allowed: str
+    description: str
+
+
+def variables() -> list[Variable]:
+    """Every variable that :func:`load_settings` reads."""
+    found = []
+    for field in Settings.model_fields.values():
+        extra = field.json_schema_extra
+        assert field.alias and isinstance(extra, dict)
+        found.append(
+            Variable(field.alias, field.default, str(extra["allowed"]), field.description or "")
+        )
+    return found
 
 
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -156,8 +179,8 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         ConfigError: naming every variable whose value is not allowed.
     """
     environ = os.environ if environ is None else environ
-    allowed = {f.alias: f.json_schema_extra["allowed"] for f in Settings.model_fields.values()}
-    found = {name: environ[name] for name in allowed if environ.get(name)}
+    allowed = {variable.name: variable.allowed for variable in variables()}
+    found: dict[str, Any] = {name: environ[name] for name in allowed if environ.get(name)}
     try:
         settings = Settings(**found)
     except ValidationError as error:

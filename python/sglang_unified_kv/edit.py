@@ -13,18 +13,15 @@ Declarations import neither sglang nor torch, so the series can be listed withou
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import inspect
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from .edit_check import ABSENT, Finding, inspect_target, plain_function, resolve
 
 SGLANG_VERSION = "0.5.23"
 
@@ -38,10 +35,6 @@ class Kind(str, Enum):
     WRAP = "wrap"
     REPLACE = "replace"
     RELIES_ON = "relies on"
-
-
-ABSENT = "absent"
-"""Fingerprint of a target that must not exist yet (a new member, a new registry key)."""
 
 
 class EditError(RuntimeError):
@@ -84,82 +77,9 @@ class Edit:
     def ours_name(self) -> str:
         if self.ours is None or isinstance(self.ours, str):
             return self.ours or "-"
-        module = getattr(self.ours, "__module__", type(self.ours).__module__)
-        return f"{module}.{getattr(self.ours, '__qualname__', repr(self.ours))}"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A resolved target: where it hangs and what hangs there."""
-
-    holder: Any
-    key: str
-    is_item: bool
-
-    def get(self) -> Any:
-        if self.is_item:
-            return self.holder.get(self.key, ABSENT)
-        if isinstance(self.holder, type):
-            return self.holder.__dict__.get(self.key, getattr(self.holder, self.key, ABSENT))
-        return getattr(self.holder, self.key, ABSENT)
-
-    def set(self, value: Any) -> None:
-        if self.is_item:
-            self.holder[self.key] = value
-        else:
-            setattr(self.holder, self.key, value)
-
-
-def _resolve(target: str) -> _Place:
-    module_name, _, path = target.partition(":")
-    holder: Any = importlib.import_module(module_name)
-    if path.endswith("]"):
-        name, _, key = path[:-1].partition("[")
-        return _Place(getattr(holder, name), key, True)
-    *parents, key = path.split(".")
-    for name in parents:
-        holder = getattr(holder, name)
-    return _Place(holder, key, False)
-
-
-def _function(value: Any) -> Any:
-    """The plain function behind a classmethod, staticmethod or property; the value itself otherwise."""
-    if isinstance(value, (classmethod, staticmethod)):
-        return value.__func__
-    if isinstance(value, property):
-        return value.fget
-    return value
-
-
-def source_fingerprint(value: Any) -> str:
-    """First 16 hex digits of SHA-256 over the dedented source of ``value`` (decorators unwrapped)."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(_function(value))))
-    return hashlib.sha256(source.encode()).hexdigest()[:16]
-
-
-def parameter_list(value: Any) -> str:
-    """Parameter names of a callable with ``*`` and ``/`` markers, without annotations and defaults."""
-    signature = inspect.signature(inspect.unwrap(_function(value)))
-    bare = [p.replace(annotation=p.empty, default=p.empty) for p in signature.parameters.values()]
-    # Signature refuses required parameters after optional ones only when defaults are kept.
-    text = str(inspect.Signature(bare))
-    return text[1:-1]
-
-
-def _foreign_layer(value: Any, package_dir: Path) -> str | None:
-    """File of the first layer of ``value`` that is not upstream's own code, if any."""
-    layer = _function(value)
-    while layer is not None:
-        code = getattr(layer, "__code__", None)
-        if code is not None:
-            path = Path(code.co_filename)
-            # ``@torch.no_grad()`` in upstream's own source.
-            decorator = path.parts[-3:] == ("torch", "utils", "_contextlib.py")
-            outside = path.name == "hook_registry.py" or package_dir not in path.parents
-            if outside and not decorator:
-                return f"{path}:{code.co_firstlineno}"
-        layer = getattr(layer, "__wrapped__", None)
-    return None
+        ours = plain_function(self.ours)
+        module = getattr(ours, "__module__", type(ours).__module__)
+        return f"{module}.{getattr(ours, '__qualname__', repr(ours))}"
 
 
 class Series:
@@ -222,66 +142,21 @@ class Series:
         """Declare upstream code whose behaviour we depend on but do not touch."""
         self.add(Edit(target=target, kind=Kind.RELIES_ON, **fields))
 
+    def findings(self) -> list[Finding]:
+        """What is not as an edit expects, at most one finding per edit. Changes nothing."""
+        found = (inspect_target(edit) for edit in self._edits)
+        return [finding for finding in found if finding is not None]
+
     def preflight(self) -> list[str]:
         """Every reason why this series must not be applied; empty when it may. Changes nothing."""
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version("sglang")
-        except PackageNotFoundError:
-            return [f"sglang is not installed; install sglang=={SGLANG_VERSION}"]
-        if found.partition("+")[0] != SGLANG_VERSION:
-            return [
-                f"sglang {found} is installed, the edits are written for {SGLANG_VERSION}; "
-                f"install sglang=={SGLANG_VERSION} or unset the feature's environment variable"
-            ]
-        return [reason for edit in self._edits for reason in self._check(edit)]
-
-    def _check(self, edit: Edit) -> list[str]:
-        import sglang
-        from sglang.srt.plugins.hook_registry import HookRegistry
-
-        where = f"{edit.kind.value} {edit.target}"
-        try:
-            value = _resolve(edit.target).get()
-        except (ImportError, AttributeError) as error:
-            return [f"{where}: target is missing ({error})"]
-        if edit.fingerprint == ABSENT:
-            if value is not ABSENT:
-                return [f"{where}: must not exist yet, found {value!r}"]
-            return []
-        if value is ABSENT:
-            return [f"{where}: target is missing"]
-        reasons = []
-        if HookRegistry._hooks.get(edit.dotted):
-            sources = {
-                s.plugin_name if s else "unknown" for _, _, s in HookRegistry._hooks[edit.dotted]
-            }
-            reasons.append(f"{where}: hooked by another plugin ({', '.join(sorted(sources))})")
-        layer = _foreign_layer(value, Path(sglang.__file__).parent)
-        if layer is not None:
-            reasons.append(f"{where}: already replaced by code in {layer}")
-        if reasons:
-            return reasons
-        if edit.params is not None and (found := parameter_list(value)) != edit.params:
-            reasons.append(f"{where}: parameters are ({found}), expected ({edit.params})")
-        if (
-            edit.fingerprint is not None
-            and (found := source_fingerprint(value)) != edit.fingerprint
-        ):
-            reasons.append(f"{where}: source fingerprint is {found}, expected {edit.fingerprint}")
-        return reasons
+        return preflight([self])
 
     def apply(self) -> None:
-        """Install every edit.
+        """Install every edit; see :func:`apply`."""
+        apply([self])
 
-        Raises:
-            EditError: preflight or audit found something; after a failure in the middle the process
-                holds a half-applied series and must end.
-        """
-        reasons = self.preflight()
-        if reasons:
-            raise EditError(reasons)
+    def _install_all(self) -> None:
+        """Install what :func:`preflight` has passed."""
         with _propagated_at_once():
             for edit in self._edits:
                 try:
@@ -290,16 +165,13 @@ class Series:
                     raise EditError(
                         [f"{edit.kind.value} {edit.target}: applying failed: {error!r}"]
                     ) from error
-        reasons = self.audit()
-        if reasons:
-            raise EditError(reasons)
 
     def _install(self, edit: Edit) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
         if edit.kind in (Kind.OVERRIDE, Kind.RELIES_ON):
             return
-        place = _resolve(edit.target)
+        place = resolve(edit.target)
         if edit.kind in (Kind.WRAP, Kind.REPLACE):
             hook_type = HookType.AROUND if edit.kind is Kind.WRAP else HookType.REPLACE
             source = HookSource(plugin_name=self.name, dist_name="sglang-unified-kv")
@@ -327,7 +199,7 @@ class Series:
                 yield f"{where}: was never applied"
                 continue
             installed = self._installed[edit.target]
-            if _resolve(edit.target).get() is not installed:
+            if resolve(edit.target).get() is not installed:
                 yield f"{where}: is no longer the object that was installed"
             foreign = [
                 s
@@ -337,7 +209,7 @@ class Series:
             if foreign:
                 names = sorted({s.plugin_name if s else "unknown" for s in foreign})
                 yield f"{where}: another plugin registered a hook ({', '.join(names)})"
-            original = getattr(_function(installed), "__wrapped__", None)
+            original = getattr(plain_function(installed), "__wrapped__", None)
             if edit.kind in (Kind.WRAP, Kind.REPLACE) and original is not None:
                 originals.setdefault(id(original), []).append(where)
 
@@ -354,6 +226,43 @@ def audit(series: Iterable[Series]) -> list[str]:
         for where in originals.get(id(value), ())
     }
     return reasons + [f"{where}: {name} still holds the original" for where, name in stale]
+
+
+def preflight(series: Sequence[Series]) -> list[str]:
+    """Every reason why these series must not be applied; empty when they may. Changes nothing.
+
+    Another release is a reason by itself, whatever its source; what differs in it is named as well.
+    """
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        return [f"sglang is not installed; install sglang=={SGLANG_VERSION}"]
+    reasons = []
+    # A local suffix, as of ROCm builds, says nothing; fingerprints do.
+    if found.partition("+")[0] != SGLANG_VERSION:
+        reasons.append(
+            f"sglang {found} is installed, the edits are written for {SGLANG_VERSION}; "
+            f"install sglang=={SGLANG_VERSION} or unset the feature's environment variable"
+        )
+    return reasons + [finding.line for one in series for finding in one.findings()]
+
+
+def apply(series: Sequence[Series]) -> None:
+    """Install every edit of these series, or none: all are checked before the first is installed.
+
+    Raises:
+        EditError: preflight or audit found something; after a failure in the middle the process
+            holds half-applied series and must end.
+    """
+    reasons = preflight(series)
+    if not reasons:
+        for one in series:
+            one._install_all()
+        reasons = audit(series)
+    if reasons:
+        raise EditError(reasons)
 
 
 def _bindings() -> Iterator[tuple[ModuleType, str, Any]]:
@@ -386,7 +295,8 @@ def _propagated_at_once() -> Iterator[None]:
     finally:
         hook_registry._propagate_patch = upstream
         for module, name, value in _bindings():
-            wrapped, source_module = value, module
+            wrapped: object = value
+            source_module: object = module
             # A target that was reached by two names was replaced twice.
             while id(wrapped) in replaced:
                 _, wrapped, source_module = replaced[id(wrapped)]

@@ -261,7 +261,7 @@ LAUNCH_OBSTACLES = (
     ),
     Rule(
         lambda f: storage_obstacle(f.hicache_storage_backend) is None,
-        lambda f: storage_obstacle(f.hicache_storage_backend),
+        lambda f: storage_obstacle(f.hicache_storage_backend) or "",
     ),
     *SHARED_OBSTACLES,
     Rule(lambda f: not f.disable_radix_cache, "--disable-radix-cache: remove the flag"),
@@ -417,6 +417,12 @@ def current() -> Engagement | None:
     decided anew and replaces it.
     """
     return _current
+
+
+def engaged_settings() -> Settings:
+    """The settings of what is engaged in this process; for code that runs only then."""
+    assert _current is not None, "nothing is engaged"
+    return _current.settings
 
 
 def reset() -> None:

@@ -378,11 +378,11 @@ class Exporter:
                 child.set(value)
                 continue
             told = self._told.get((name, *labels))
-            if metric.kind == "counter":
-                child.inc(value - (told or 0))
-            else:
+            if isinstance(value, Counter):
                 for observed, times in (value - (told or Counter())).items():
                     for _ in range(times):
                         child.observe(observed)
                 value = value.copy()
+            else:
+                child.inc(value - (told or 0))
             self._told[name, *labels] = value

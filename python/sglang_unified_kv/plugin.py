@@ -59,7 +59,7 @@ def register() -> None:
 def _load() -> list[str]:
     """Check everything and apply the edits; every reason why that is impossible."""
     from .config import ConfigError, load_settings
-    from .edit import EditError
+    from .edit import EditError, apply, preflight
 
     asked = requested_series(os.environ)
     reasons = duplicate_entries()
@@ -68,10 +68,9 @@ def _load() -> list[str]:
     except ConfigError as error:
         reasons += error.reasons
     if reasons:
-        return reasons + [reason for series in asked for reason in series.preflight()]
+        return reasons + preflight(asked)
     try:
-        for series in asked:
-            series.apply()
+        apply(asked)
     except EditError as error:
         return error.reasons
     return []

@@ -2,29 +2,7 @@
 
 import pytest
 
-from scripts import LOAD, ON
-
-# A function of ours and the module it lives in, broken in ways an upstream edit would.
-BREAK = """
-import inspect, linecache, textwrap
-import sglang.srt.arg_groups.arg_utils as arg_utils
-import sglang.srt.server_args as server_args
-
-def rewrite(owner, name, old, new):
-    # The file's text changes, and the function is compiled from it at its own place.
-    function = getattr(owner, name)
-    file, line = function.__code__.co_filename, function.__code__.co_firstlineno
-    source = inspect.getsource(function)
-    assert old in source
-    lines = linecache.getlines(file)
-    changed = source.replace(old, new).splitlines(True)
-    lines = lines[: line - 1] + changed + lines[line - 1 + len(source.splitlines()) :]
-    linecache.cache[file] = (1, None, lines, file)
-    text = "\\n" * (line - 1) + textwrap.dedent("".join(changed))
-    scope = {}
-    exec(compile(text, file, "exec"), function.__globals__, scope)
-    setattr(owner, name, scope[name])
-"""
+from scripts import BREAK, LOAD, ON
 
 BROKEN = {
     "missing target": (
@@ -92,14 +70,30 @@ def test_a_misspelt_switch_does_not_count_as_off(forks):
     refused(forks.run(LOAD, {name: "ture"}), f"{name}='ture' is not allowed: it must be 0 or 1")
 
 
-def test_wrong_sglang_version(forks, tmp_path):
+def test_another_release_is_refused_with_all_that_differs_in_it(forks, tmp_path):
     info = tmp_path / "sglang-0.5.24.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.5.24\n")
-    refused(
-        forks.run(LOAD, ON, path=[tmp_path]),
-        "sglang 0.5.24 is installed, the edits are written for 0.5.23",
+    other = "sglang 0.5.24 is installed, the edits are written for 0.5.23"
+    refused(forks.run(LOAD, ON, path=[tmp_path]), other)
+    breakage, reason = BROKEN["changed signature"]
+    refused(forks.run(BREAK + breakage + "\n" + LOAD, ON, path=[tmp_path]), other, reason)
+
+
+def test_no_series_is_applied_if_one_cannot_be(forks):
+    script = (
+        "from sglang.srt.disaggregation.decode import DecodePreallocQueue\n"
+        "del DecodePreallocQueue.pre_allocated_token_counts\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "from sglang.srt.plugins.hook_registry import HookRegistry\n"
+        "try:\n    load_plugins()\nexcept SystemExit:\n"
+        "    ours = [h for t, h in HookRegistry._hooks.items() for _, _, s in h\n"
+        "            if s and s.dist_name == 'sglang-unified-kv']\n"
+        "    print('hooks of ours:', len(ours))\n    raise"
     )
+    ended = forks.run(script, ON | {"SGLANG_UNIFIED_KV_RING_FIXES": "1"})
+    refused(ended, "DecodePreallocQueue.pre_allocated_token_counts: target is missing")
+    assert ended.stdout == "hooks of ours: 0\n"
 
 
 HOOK = """

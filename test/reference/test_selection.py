@@ -42,14 +42,14 @@ import json, os, sys
 from pathlib import Path
 import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang_unified_kv.edit import ABSENT, _foreign_layer, _resolve
+from sglang_unified_kv.edit_check import ABSENT, foreign_layer, resolve
 ours = sorted(m for m in sys.modules if m.startswith("sglang_unified_kv.reference"))
 hooked = [t for t, hooks in HookRegistry._hooks.items()
           if any("reference" in source.plugin_name for _, _, source in hooks)]
 replaced = []
 for target in {[edit.target for edit in SERIES]!r}:
-    found = _resolve(target).get()
-    if found is not ABSENT and _foreign_layer(found, Path(sglang.__file__).parent):
+    found = resolve(target).get()
+    if found is not ABSENT and foreign_layer(found, Path(sglang.__file__).parent):
         replaced.append(target)
 changed = sorted(set({list(REQUIRED_ENVIRONMENT)!r}) & set(os.environ))
 print(json.dumps([ours, changed, hooked, replaced]))

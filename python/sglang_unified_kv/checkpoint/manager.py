@@ -71,6 +71,12 @@ class Row(NamedTuple):
     verify: int = 0
     next_known: bool = True
 
+    @property
+    def own_slot(self) -> int:
+        """The slot of a row that has one."""
+        assert self.slot is not None, self
+        return self.slot
+
 
 @dataclass
 class _Step:
@@ -132,7 +138,7 @@ class CheckpointManager:
         # Position behind a draft row that no cold run has, by request.
         self._draft_foreign: dict[str, int] = {}
         self._step: _Step | None = None
-        self._armed = False
+        self._armed: _Step | None = None
         self.drafts = any(r.spec.kind in DRAFT_KINDS for r in self.rings)
         self._section_of = {(r.spec.kind, r.buffer.data_ptr()): i for i, r in enumerate(self.rings)}
 
@@ -199,11 +205,11 @@ class CheckpointManager:
         self._plan_captures(step, rows)
 
     def _bind(self, step: _Step, row: Row) -> None:
-        fresh = self._generation.get(row.slot) != row.generation
-        self._generation[row.slot] = row.generation
+        fresh = self._generation.get(row.own_slot) != row.generation
+        self._generation[row.own_slot] = row.generation
         record = self._requested.pop(row.rid, None)
         if record is not None:
-            step.restores.append(Restore(row.rid, row.slot, record))
+            step.restores.append(Restore(row.rid, row.own_slot, record))
         expected = row.start if fresh else 0
         found = record.boundary if record is not None else 0
         if expected != found:
@@ -262,14 +268,14 @@ class CheckpointManager:
             if (host_slot := self._reserve()) is not None:
                 slots[boundary] = host_slot
         self._pending.expect(row.rid, first, end, slots)
-        return [Capture(row.rid, row.slot, b, first, 0, slot) for b, slot in slots.items()]
+        return [Capture(row.rid, row.own_slot, b, first, 0, slot) for b, slot in slots.items()]
 
     def _capture(self, row: Row, flat_offset: int, boundary: int) -> Capture | None:
         host_slot = self._reserve()
         if host_slot is None:
             return None
         self.stats.superseded += self._pending.add(row.rid, boundary, host_slot, decode=row.decode)
-        return Capture(row.rid, row.slot, boundary, row.start, flat_offset, host_slot)
+        return Capture(row.rid, row.own_slot, boundary, row.start, flat_offset, host_slot)
 
     def _reserve(self) -> int | None:
         host_slot = self.store.reserve()
@@ -307,14 +313,14 @@ class CheckpointManager:
 
         With a draft model that spans its forward behind the target's, which fills the draft rings.
         """
-        return self._armed
+        return self._armed is not None
 
     def begin_forward(self) -> None:
         """Run the step's restores on the current stream; nothing if no batch is planned."""
         step = self._step
         if step is None:
             return
-        self._armed = step.ran = True
+        self._armed, step.ran = step, True
         if step.restores:
             verifier = self.verifier
             landed = verifier.landed if verifier is not None else None
@@ -333,10 +339,10 @@ class CheckpointManager:
             ring_address: ``data_ptr`` of the ring buffer they are about to be stored into.
             flat_rows: ``[tokens, width]`` in batch order.
         """
-        if not self._armed or self._step.interior_gather is None:
+        if self._armed is None or self._armed.interior_gather is None:
             return
         section = self._section_of[kind, ring_address]
-        self._step.interior_gather.gather(section, flat_rows)
+        self._armed.interior_gather.gather(section, flat_rows)
 
     def end_waves(self) -> Iterator[None]:
         """Behind the last layer (the draft model's): save the interior captures, then step through the ends.
@@ -344,9 +350,9 @@ class CheckpointManager:
         As many at a time as staging holds. Between two steps the caller has :meth:`capture_ends` called
         for every kind; each wave is sent to the host when the iterator is advanced.
         """
-        if not self._armed:
+        step, size = self._armed, self.mover.staging_slots
+        if step is None:
             return
-        step, size = self._step, self.mover.staging_slots
         if step.interior_gather is not None:
             # First: until then their staging slots are held.
             step.interior_gather.finish()
@@ -359,17 +365,17 @@ class CheckpointManager:
             self.stats.captured += len(captures)
         step.wave = None
         step.captured = True
-        self._armed = False
+        self._armed = None
 
     def capture_ends(self, kinds: frozenset[Kind]) -> None:
         """Gather the sections of ``kinds`` of the current wave from the rings."""
-        if self._armed and self._step.wave is not None:
-            self._step.wave.gather(kinds)
+        if self._armed is not None and self._armed.wave is not None:
+            self._armed.wave.gather(kinds)
 
     def close_step(self) -> None:
         """The batch has been launched (or failed): its restores no longer need their pins."""
         step, self._step = self._step, None
-        self._armed = False
+        self._armed = None
         if step is not None:
             for item in step.restores:
                 self.store.unpin(item.record)

@@ -55,10 +55,14 @@ class PlacementPolicy(Protocol):
         fills: asks for :attr:`Path.grid`.
     """
 
-    page_size: int
-    weighed: bool
-    output_tails: int
-    fills: bool
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def weighed(self) -> bool: ...
+    @property
+    def output_tails(self) -> int: ...
+    @property
+    def fills(self) -> bool: ...
 
     def boundaries(self, span: Span, path: Path) -> list[int]:
         """Boundaries in ``(span.start, span.end]`` to capture, ascending."""

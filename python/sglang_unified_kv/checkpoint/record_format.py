@@ -105,7 +105,7 @@ class RecordFormat:
     @staticmethod
     def _checksum(fields: bytes, slot: np.ndarray) -> bytes:
         digest = xxhash.xxh3_128(fields)
-        digest.update(slot[HEADER_BYTES:])
+        digest.update(slot[HEADER_BYTES:].data)
         return digest.digest()
 
 
@@ -123,5 +123,5 @@ def page_trailer(namespace: bytes, pool: str, key: str, page: np.ndarray) -> byt
     """
     digest = xxhash.xxh3_128(namespace)
     digest.update(f"{pool}\0{key}\0".encode())
-    digest.update(page)
+    digest.update(page.data)
     return digest.digest()

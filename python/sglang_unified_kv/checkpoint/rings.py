@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ def as_words(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(WORD)
 
 
-def upload(indices: np.ndarray | list[int], device: torch.device) -> torch.Tensor:
+def upload(indices: np.ndarray | Sequence[Any], device: torch.device) -> torch.Tensor:
     """int64 indices on the device, without making the host wait for its stream."""
     tensor = torch.as_tensor(indices, dtype=torch.int64)
     if device.type == "cpu":

@@ -48,9 +48,9 @@ class RecordMover:
         self.waits = 0
         self._next = 0
         self._held: set[int] = set()
-        self._staging_busy: dict[int, object] = {}
-        self._host_written: dict[int, object] = {}
-        self._host_read: dict[int, object] = {}
+        self._staging_busy: dict[int, torch.Event] = {}
+        self._host_written: dict[int, torch.Event] = {}
+        self._host_read: dict[int, torch.Event] = {}
 
     def take(self, count: int) -> list[int]:
         """Staging slots for the current stream, oldest use first; at most :attr:`staging_slots`.

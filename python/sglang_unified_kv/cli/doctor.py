@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from .. import engage, plugin
 from ..config import BIT_EXACT_HICACHE, ConfigError, load_settings
+from ..edit import preflight
 
 # How SGLang turns down arguments while it resolves and validates them.
 _UPSTREAM_ERRORS = (
@@ -117,7 +118,7 @@ def _entry() -> list[str]:
 
 
 def _edits() -> list[str]:
-    return [reason for s in plugin.requested_series(os.environ) for reason in s.preflight()]
+    return preflight(plugin.requested_series(os.environ))
 
 
 def _load_plugins() -> list[str]:

@@ -40,7 +40,7 @@ class ServerProcess:
         self.log = log
         self._command = list(command)
         self._env = dict(env)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes]
         self._stopped = True
         self._left = False
         self._lock = threading.Lock()

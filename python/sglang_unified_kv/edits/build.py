@@ -115,7 +115,7 @@ def build_manager(
     Raises:
         ValueError: the host budget holds no record, or exceeds free host memory.
     """
-    settings = engage.current().settings
+    settings = engage.engaged_settings()
     pool = pools[0]
     rings = rings_of(*pools)
     layout = CheckpointLayout.of(

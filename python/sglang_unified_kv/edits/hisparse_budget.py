@@ -12,7 +12,9 @@ class HiSparsePrefillBudget(SWAPrefillBudget):
 
     def __init__(self, allocator, tree_cache, **kwargs):
         super().__init__(allocator, tree_cache, **kwargs)
-        self._promises = promises_of(allocator)
+        promises = promises_of(allocator)
+        assert promises is not None, "its pool is unified"
+        self._promises = promises
         self._reserved = self._asked = 0
 
     def _fits(self, prompt_tokens: int) -> bool:

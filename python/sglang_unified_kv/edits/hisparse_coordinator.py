@@ -49,15 +49,17 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
         )
 
     def __init__(self, req_to_token_pool, token_to_kv_pool_allocator, *, top_k, **options):
-        buffer = promises_of(token_to_kv_pool_allocator).buffer
+        promises = promises_of(token_to_kv_pool_allocator)
+        assert promises is not None, "its pool is unified"
+        buffer = promises.buffer
         buffer.require(top_k)
         pool = token_to_kv_pool_allocator.hisparse_kvcache
         pages = cold_pages(token_to_kv_pool_allocator.size_full, pool.page_size)
         check_host_memory(pool, pages)
         super().__init__(req_to_token_pool, token_to_kv_pool_allocator, top_k=top_k, **options)
         # The order that the base class keeps for its own kernel. A view of it would keep its memory.
-        self._lru_init = self._lru_init.new_empty(0)
-        self.lru_slots = self.lru_slots.new_empty(*self.lru_slots.shape[:2], 0)
+        self._lru_init: torch.Tensor = self._lru_init.new_empty(0)
+        self.lru_slots: torch.Tensor = self.lru_slots.new_empty(*self.lru_slots.shape[:2], 0)
         self.saved_rows = 0
         self.host_pools = [self.mem_pool_host] + [
             DeepSeekV4PagedHostPool(
@@ -78,6 +80,7 @@ class UnifiedHiSparseCoordinator(HiSparseCoordinator):
             )
             for i, host in enumerate(self.host_pools)
         ]
+        self.swap: TorchSwap | TritonSwap
         if torch.device(self.device).type == "cpu":
             self.swap = TorchSwap(buffer, parts)
         else:

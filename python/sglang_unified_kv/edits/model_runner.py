@@ -7,7 +7,7 @@ the draft model does ahead of the target's forward finds the manager not armed.
 
 from __future__ import annotations
 
-from .active import current, manager_of
+from .active import Active, current, manager_of
 from .series import SERIES
 
 _FEATURE = "bit-exact hicache"
@@ -27,15 +27,16 @@ def forward(original, self, forward_batch, *args, **kwargs):
         return original(self, forward_batch, *args, **kwargs)
     manager.begin_forward()
     output = original(self, forward_batch, *args, **kwargs)
-    current().waiting = forward_batch
+    active = current()
+    assert active is not None
+    active.waiting = forward_batch
     if not manager.drafts:
-        capture_ends()
+        capture_ends(active)
     return output
 
 
-def capture_ends() -> None:
+def capture_ends(active: Active) -> None:
     """The step's last forward has run: take the captures at its ends."""
-    active = current()
     manager, batch = active.manager, active.waiting
     active.waiting = None
     backends = [r.attn_backend for r in (active.target, active.draft) if r is not None]
@@ -49,7 +50,7 @@ def behind_draft_extend(original, self, *args, **kwargs):
     output = original(self, *args, **kwargs)
     active = current()
     if active is not None and active.manager.armed:
-        capture_ends()
+        capture_ends(active)
     return output
 
 

@@ -142,6 +142,11 @@ class Planner:
         from sglang.srt.runtime_context import get_memory
 
         memory = get_memory()
+        if memory.enable_hierarchical_cache and memory.hicache_size > 0:
+            # As its pools do when they are built.
+            raise ValueError(
+                f"--hicache-size {memory.hicache_size}: not for DeepSeek-V4; use --hicache-ratio"
+            )
         ratio = memory.hicache_ratio if memory.enable_hierarchical_cache else 0
         return int(tokens // self.stages[0].page_size * ratio)
 

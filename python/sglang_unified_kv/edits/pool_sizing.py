@@ -24,7 +24,7 @@ def staging_bytes(configurator) -> int:
         return 0
     from .build import device_slots
 
-    settings = engage.current().settings
+    settings = engage.engaged_settings()
     slots = device_slots(settings, configurator.page_size, configurator.context_len)
     return slots * layout_of(configurator).record_bytes
 

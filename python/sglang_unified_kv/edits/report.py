@@ -109,7 +109,7 @@ def _checkpoints(manager: CheckpointManager) -> dict[str, str]:
     from ..checkpoint.record_format import HEADER_BYTES
     from .build import policy_name, stride_of
 
-    settings, layout = engage.current().settings, manager.mover.layout
+    settings, layout = engage.engaged_settings(), manager.mover.layout
     policy = policy_name(settings)
     records, slots = manager.store.capacity, manager.mover.staging_slots
     return {

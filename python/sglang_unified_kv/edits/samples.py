@@ -137,6 +137,7 @@ def _ring(scheduler) -> Iterator[Sample]:
 def _hisparse(scheduler) -> Iterator[Sample]:
     coordinator = scheduler.hisparse_coordinator
     promises = promises_of(scheduler.token_to_kv_pool_allocator)
+    assert promises is not None, "its pool is unified"
     reads, swapped_in = coordinator.tally.latest()
     yield _one("hisparse_reads_total", reads)
     yield _one("hisparse_swap_ins_total", swapped_in)

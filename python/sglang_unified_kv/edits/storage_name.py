@@ -98,7 +98,7 @@ def identity_of(cache: StrictUnifiedRadixCache, config: Any, weights: str) -> Id
         weights=weights,
         ranks=(parallel.tp_size, parallel.attn_tp_size),
         bigram=cache.tree_core.is_eagle,
-        rank=parallel.attn_tp_rank if engage.current().settings.storage_per_rank else None,
+        rank=parallel.attn_tp_rank if engage.engaged_settings().storage_per_rank else None,
     )
 
 

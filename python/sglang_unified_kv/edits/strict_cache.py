@@ -58,7 +58,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         self._runners = [runner for runner in (target, draft) if runner is not None]
         self._model_config = model_config
         # The base constructor resets, and reset reaches these.
-        self.checkpoints = None
+        self.checkpoints = None  # type: ignore[assignment]  # nobody else sees it before init_checkpoints
         self._prefetching = None
         self._chains: WeakKeyDictionary[Req, list[str]] = WeakKeyDictionary()
         self._inserted: tuple[InsertParams, InsertResult] | None = None

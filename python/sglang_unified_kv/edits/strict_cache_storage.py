@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class StorageStrictCache(UnifiedRadixCache):
     """Storage half of the strict cache. All of it runs on the scheduler's thread."""
 
-    checkpoints: CheckpointManager | None
+    checkpoints: CheckpointManager
     records: RecordHostPool
     _weights: WeightsName
     _prefetching: tuple[RadixKey, str | None, int] | None

@@ -6,6 +6,7 @@ of pages and records to their keys, and turns whatever does not verify, or raise
 
 from __future__ import annotations
 
+import builtins
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -177,7 +178,7 @@ class StrictStorage(HiCacheStorage):
         empty = PoolTransferResult.empty()
         return self._guarded("batch_exists_v2", empty, self._backend.batch_exists_v2, *args)
 
-    def _record_boundaries(self, keys: list[str], extra_info) -> set[int]:
+    def _record_boundaries(self, keys: list[str], extra_info) -> builtins.set[int]:
         """Boundaries, in pages, whose record is stored: all, or at least the deepest of each batch.
 
         A backend that does not report every restorable prefix reports the deepest, so it is asked again

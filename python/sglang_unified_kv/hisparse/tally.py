@@ -18,7 +18,7 @@ class Tally:
         self._sums = [0] * counts.shape[1]
         self._module = torch.get_device_module(counts.device)
         self._stream = self._module.Stream()
-        self._copied = None
+        self._copied: torch.Event | None = None
 
     def latest(self) -> list[int]:
         """The sums as of the last copy that has arrived; starts another one."""

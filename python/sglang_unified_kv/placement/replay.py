@@ -134,7 +134,9 @@ class Replay:
 
     def serve(self, request: Request) -> Served:
         """Match, prefill in chunks, decode, finish."""
-        rid, pages, tally = f"{self._served}", request.pages, self.tally
+        rid, tally = f"{self._served}", self.tally
+        # Page numbers are names as good as hashes.
+        pages: Sequence = request.pages
         self._served += 1
         # At least the last token of a prompt is computed.
         matched = self.tree.match(pages, (request.prompt - 1) // self.page) * self.page
@@ -174,6 +176,7 @@ class Replay:
         saves = self.store.saving(pages, boundary) if self.store.weighed else None
         self.store.touch(key, saves)
         record = self.store.pin(key)
+        assert record is not None, "the store has just found it"
         if self._used.get(key) is not record:
             self._used[key] = record
             self.tally.used += 1

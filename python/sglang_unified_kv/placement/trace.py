@@ -98,8 +98,8 @@ class Writer:
         return round(low * (high / low) ** self.chance.random())
 
     def request(self, prompt: Text, output: Text) -> Request:
-        lengths = [sum(n for _, n in text) for text in (prompt, output)]
-        return Request(*lengths, self._pages((*prompt, *output), sum(lengths) - 1))
+        asked, answered = (sum(n for _, n in text) for text in (prompt, output))
+        return Request(asked, answered, self._pages((*prompt, *output), asked + answered - 1))
 
     def _pages(self, text: Text, tokens: int) -> list[int]:
         pages: list[int] = []

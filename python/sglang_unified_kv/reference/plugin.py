@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from typing import Any
 
 ENV = "SGLANG_UNIFIED_KV_REFERENCE_ENGINE"
 CHUNK_INVARIANT_ENV = "SGLANG_UNIFIED_KV_REFERENCE_CHUNK_INVARIANT"
@@ -91,7 +92,7 @@ def register() -> None:
     print(f"{ENV}: the reference engine cannot start:", file=sys.stderr)
     for reason in reasons:
         print(f"  {reason}", file=sys.stderr)
-    plugins = sys.modules.get("sglang.srt.plugins")
+    plugins: Any = sys.modules.get("sglang.srt.plugins")
     if plugins is not None:
         # Set before plugins run: a caller that retries would otherwise go on without us.
         plugins._plugins_loaded = False

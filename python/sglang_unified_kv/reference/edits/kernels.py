@@ -5,6 +5,9 @@ The callables stand in ``reference/ops``; here is only what they stand for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from sglang_unified_kv.reference.edits.series import FEATURE, SERIES
 from sglang_unified_kv.reference.ops import (
     attention,
@@ -28,7 +31,7 @@ _WHY = {
 }
 
 # target, its parameters and fingerprint, ours, what upstream's is
-_KERNELS = [
+_KERNELS: list[tuple[str, str, str, Callable[..., Any], str]] = [
     (
         f"{_DSV4}.norm_rope:fused_rope_inplace",
         "q, k, freqs_cis, positions, inverse",
