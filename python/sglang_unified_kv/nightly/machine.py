@@ -155,7 +155,7 @@ REFERENCE = Machine(
         restart_prompt=1_300,
         recall_prompt=2_600,
         check=(
-            *("--tails", "32,160", "--rounds", "4", "--churn", "4", "--churn-tokens", "140"),
+            *("--tails", "32", "--rounds", "4", "--churn", "4", "--churn-tokens", "140"),
             *("--batch", "1", "--output-tokens", "8", "--token-ids", "6-1023"),
         ),
         questions=4,

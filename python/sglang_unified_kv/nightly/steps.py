@@ -115,7 +115,7 @@ class SendAgain(Step):
         needed = f"climbs from 0 to {rules.boundary(tokens)}"
         yield judge("cached_tokens", not faults, "; ".join(faults) or cached, needed)
         yield from _log_checks(server.log_since(start))
-        alike = sum(answer[:2] == answers[0][:2] for answer in map(_bits, answers))
+        alike = sum(_bits(answer) == _bits(answers[0]) for answer in answers)
         yield from _equal(machine, "answers alike", alike, self.times)
 
 
@@ -139,8 +139,8 @@ def _plan_of_log() -> Iterator[str]:
 
 def _log_checks(log: str) -> Iterator[Check]:
     missing = rules.absent(log, rules.REQUIRED)
-    found = f"not in the log: {', '.join(missing)}" if missing else "all three"
-    yield judge("restores are compared", not missing, found, ", ".join(rules.REQUIRED))
+    found = f"not in the log: {', '.join(missing)}" if missing else "in the log"
+    yield judge("restores are compared", not missing, found, "LB-DEV, SWA-DBG, C4-STATE-DBG")
     wrong = rules.lines_of(log, *rules.TROUBLE, rules.REJECTED)
     needed = "no " + ", ".join((*rules.TROUBLE, rules.REJECTED))
     yield judge("log of these requests", not wrong, wrong[0] if wrong else "clean", needed)
