@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from . import launch
 from .benchmark import Decode, Prefill
@@ -11,7 +12,7 @@ from .gsm8k import Gsm8k
 from .launch import Launch
 from .machine import Machine
 from .rules import PREFILL_COST
-from .steps import Capacity, Determinism, Engaged, Recall, Restart, SendAgain, Step
+from .steps import Capacity, Determinism, Engaged, Place, Recall, Restart, SendAgain, Step
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Phase:
     name: str
     launch: Launch
     steps: tuple[Step, ...]
+
+    def place(self, machine: Machine, out: Path, data: str | None, port: str) -> Place:
+        url = f"http://127.0.0.1:{port}"
+        return Place(machine, self.name, self.launch, url, port, out, data)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from ..cli.signals import signals_unwind
 from .jobs import JOBS, Job
 from .launch import shell
 from .machine import MI355X, REFERENCE, Machine, default_model, write_model
-from .run import place_of, run
 
 
 def main(name: str) -> None:
@@ -72,7 +71,7 @@ def lines(job: Job, machine: Machine, model: str, data: str | None, out: Path) -
     """The plan of a job: commands with their environment, what is checked, and the thresholds."""
     yield f"{job.name} on {machine.name}: {job.purpose}"
     for phase in job.phases:
-        place = place_of(phase, machine, out, data, "PORT")
+        place = phase.place(machine, out, data, "PORT")
         yield f"\nphase {phase.name}"
         launch = phase.launch
         yield f"  $ {shell(launch.command(model, 'PORT'), launch.variables(out))}"
@@ -89,6 +88,8 @@ def _run(
         console.print(f"{escape(str(out))} is not empty; give another --out")
         return 2
     out.mkdir(parents=True, exist_ok=True)
+    from .run import run
+
     with ExitStack() as stack:
         stack.enter_context(signals_unwind())
         if model is None:

@@ -12,7 +12,6 @@ from . import rules
 from .jobs import Job, Phase
 from .machine import Machine
 from .server import Server, serve
-from .steps import Place
 from .verdict import Check, Outcome, Verdict, judge
 
 
@@ -47,7 +46,7 @@ def _run(
     say: Callable[[str], None],
 ) -> bool:
     """Run one phase; whether it came to its end."""
-    place = place_of(phase, machine, out, data, str(free_port()))
+    place = phase.place(machine, out, data, str(free_port()))
     off = verdict.figures.get("off", {})
     log = out / f"{phase.name}.log"
     whole = True
@@ -76,7 +75,3 @@ def trouble(log: Path) -> Check:
     wrong = rules.lines_of(log.read_text(errors="replace"), *rules.TROUBLE)
     needed = "no " + ", ".join(rules.TROUBLE)
     return judge(f"log {log.name}", not wrong, wrong[0] if wrong else "clean", needed)
-
-
-def place_of(phase: Phase, machine: Machine, out: Path, data: str | None, port: str) -> Place:
-    return Place(machine, phase.name, phase.launch, f"http://127.0.0.1:{port}", port, out, data)

@@ -119,11 +119,11 @@ def serve(
     log = place.out / f"{place.phase}.log"
     command = place.launch.command(model, place.port)
     environment = place.launch.environment(os.environ, place.out)
-    say(f"{place.phase}: starting sglang.launch_server, log {log}")
     with (
         ServerProcess(command, environment, log) as process,
         closing(SGLangClient(place.url, timeout_s=ANSWER_S)) as client,
     ):
+        say(f"{place.phase}: sglang.launch_server is process {process.pid}, log {log}")
         server = Server(place, client, process, off, say)
         server.wait_until_healthy()
         yield server

@@ -1,0 +1,45 @@
+"""Stands in for a server that does not do what it should: ``faulty_server.py FAULT ... --port PORT``.
+
+cold    reuses nothing and logs no comparison
+wrong   reuses what it should, and logs a MISMATCH
+dead    ends at the first request
+"""
+
+import json
+import os
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+FAULT, PORT = sys.argv[1], int(sys.argv[-1])
+ANSWERED = []
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if FAULT == "dead":
+            os._exit(3)
+        tokens = body["sampling_params"]["max_new_tokens"]
+        cached = 1280 if FAULT == "wrong" and ANSWERED else 0
+        if cached:
+            print("[SWA-DBG] MISMATCH rid=a37a#2 boundary=1280 request_slot=8", flush=True)
+        ANSWERED.append(cached)
+        details = {"device": cached, "host": 0, "storage": 0}
+        meta = {"output_token_logprobs": [[-1.0, 7, None]] * tokens, "cached_tokens": cached}
+        self.answer([{"meta_info": meta | {"cached_tokens_details": details}}])
+
+    def answer(self, document):
+        data = json.dumps(document).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
