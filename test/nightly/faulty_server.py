@@ -16,12 +16,14 @@ ANSWERED = []
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.answer({})
+        self.answer({"max_total_num_tokens": {"swaps": 1500}.get(FAULT, 1000)})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if FAULT == "dead":
             os._exit(3)
+        if self.path == "/v1/chat/completions":
+            return self.recall(body["messages"][0]["content"])
         tokens = body["sampling_params"]["max_new_tokens"]
         cached = 1280 if FAULT == "wrong" and ANSWERED else 0
         if cached:
@@ -30,6 +32,14 @@ class Handler(BaseHTTPRequestHandler):
         details = {"device": cached, "host": 0, "storage": 0}
         meta = {"output_token_logprobs": [[-1.0, 7, None]] * tokens, "cached_tokens": cached}
         self.answer([{"meta_info": meta | {"cached_tokens_details": details}}])
+
+    def recall(self, asked):
+        # 4,750 rows of C4, of which the device holds a hot buffer of 2,048 and a page.
+        print("#gpu token: 2112, gpu token usage: 0.1, #cpu token: 4800, cpu token", flush=True)
+        passcode = asked.split(".")[0].split()[-1]
+        message = {"reasoning_content": f"It was {passcode}.", "content": None}
+        usage = {"prompt_tokens": 19_000}
+        self.answer({"choices": [{"message": message}], "usage": usage})
 
     def answer(self, document):
         data = json.dumps(document).encode()
