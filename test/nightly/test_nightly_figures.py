@@ -34,6 +34,7 @@ def judged(step, out, machine=MI355X, faults=("cold", "cold")):
         for name, fault in zip(("off", "on"), faults, strict=True)
     ]
     verdict = run(Job("job", "", tuple(phases)), machine, "model", None, out, lambda text: None)
+    verdict.write(out / "verdict.json")
     found = {"off": {}, "on": {}}
     for phase, check in verdict.checks:
         if not check.name.startswith("log "):
@@ -72,6 +73,17 @@ def test_gsm8k_on_against_off(scores, off, on, tmp_path):
 class Silent(gsm8k.Gsm8k):
     def command(self, place):
         return printing("no questions were found")
+
+
+@dataclass(frozen=True)
+class OnAlone(Scored):
+    def command(self, place):
+        return super().command(place) if place.phase == "on" else printing("no questions")
+
+
+def test_gsm8k_without_its_yardstick_could_not_run(tmp_path):
+    _, on = judged(OnAlone("thinking", (0.0, 0.9)), tmp_path)
+    assert on == {"GSM8K thinking": FAILED, "GSM8K thinking against off": NOT_RUN}
 
 
 def test_gsm8k_without_a_score_could_not_run(tmp_path):
@@ -158,6 +170,19 @@ def test_costs_are_shown_and_not_judged_on_the_reference_engine(tmp_path):
     results = (result(100, 400, 70.0, completed=4),), (result(50, 200, 700.0, completed=4),)
     _, found = judged(Decoded(2, results=results), tmp_path, REFERENCE)
     assert set(found.values()) == {PASSED, NOT_JUDGED} and len(found) == 3
+
+
+@dataclass(frozen=True)
+class OnlyOn(Prefilled):
+    def command(self, place, repeat, seed):
+        if place.phase == "off":
+            return printing("All requests failed.")
+        return super().command(place, repeat, seed)
+
+
+def test_a_benchmark_without_its_yardstick_could_not_run(tmp_path):
+    _, on = judged(OnlyOn(0.6), tmp_path)
+    assert on == {"prefill 60% cached": PASSED, "prefill 60% cached: cost": NOT_RUN}
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def outcomes(document, phase):
 
 
 COMPARED = {
-    "every rank has checkpoints",
+    "every rank is engaged",
     "cached_tokens",
     "restores are compared",
     "log of these requests",
@@ -109,7 +109,7 @@ def test_stock_sglang_in_our_place_fails(model_path, tmp_path):
     verdict = run(stock, REFERENCE, str(model_path), None, tmp_path, print)
     found = {check.name: check.outcome for _, check in verdict.checks}
     assert verdict.exit_code == 1
-    for name in ("every rank has checkpoints", "restores are compared", "answers alike"):
+    for name in ("every rank is engaged", "restores are compared", "answers alike"):
         assert found[name] is Outcome.FAILED
     assert found["sglang-unified-kv check"] is Outcome.FAILED
 
@@ -134,7 +134,7 @@ def test_a_server_that_reuses_nothing_fails(tmp_path):
     verdict, found = faulty_run("cold", tmp_path, Engaged(), SendAgain(3))
     assert (verdict.outcome, verdict.exit_code) == (Outcome.FAILED, 1)
     failed = {name for name, check in found.items() if check.outcome is Outcome.FAILED}
-    assert failed == {"every rank has checkpoints", "cached_tokens", "restores are compared"}
+    assert failed == {"every rank is engaged", "cached_tokens", "restores are compared"}
     assert "the last reused 0, not 1280" in found["cached_tokens"].found
     assert [phase for phase in verdict.seconds] == ["verify", "later"]
 

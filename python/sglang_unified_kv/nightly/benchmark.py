@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import rules
-from .steps import Place, Step, figure, file_name
+from .steps import Place, Step, figure, file_name, nothing_to_compare
 from .verdict import Check, Outcome, judge
 
 if TYPE_CHECKING:
@@ -123,7 +123,10 @@ class Benchmark(Step):
         }
         yield from self._plumbing(place, min(run["completed"] for run in runs), median["hits"])
         if place.phase == "on":
-            yield from self._costs(place, median, server.off[self.name])
+            if self.name in server.off:
+                yield from self._costs(place, median, server.off[self.name])
+            else:
+                yield nothing_to_compare(f"{self.name}: cost")
 
     def _plumbing(self, place: Place, completed: float, hits: float) -> Iterator[Check]:
         prompts, *_ = self.load(place)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from . import rules
 from .rules import Score
-from .steps import Place, Step
+from .steps import Place, Step, nothing_to_compare
 from .verdict import Check, Outcome, judge
 
 if TYPE_CHECKING:
@@ -36,28 +36,32 @@ def score_of(log: str, questions: int) -> Score | None:
     return Score(round(float(found[-1]) * questions), questions) if found else None
 
 
-def accuracy(mode: str, phase: str, on: Score, off: Score | None, guard: bool) -> Iterator[Check]:
+def accuracy(
+    mode: str, phase: str, score: Score, off: Score | None, guard: bool
+) -> Iterator[Check]:
     """The rule for real answers.
 
     Args:
-        on: the score of ``phase``.
-        off: that of stock SGLang, where ``phase`` is not its own.
+        score: of ``phase``, ``off`` or ``on``.
+        off: of stock SGLang, None where it could not be had.
         guard: HiSparse's guard instead of the published score.
     """
     published = rules.GSM8K_PUBLISHED[mode]
-    least = rules.HISPARSE_GUARD if guard else rules.floor(published, on.questions)
+    least = rules.HISPARSE_GUARD if guard else rules.floor(published, score.questions)
     why = "guard" if guard else f"published {published}, less noise"
-    needed = f"above {least:.3f} ({why})"
-    ok = on.share > least
-    if off is None:
+    name, needed = f"GSM8K {mode}", f"above {least:.3f} ({why})"
+    ok = score.share > least
+    if phase == "off":
         # Nothing of ours ran: such a server is no yardstick.
-        outcome = Outcome.PASSED if ok else Outcome.NOT_RUN
-        yield Check(f"GSM8K {mode}", outcome, str(on), needed)
+        yield Check(name, Outcome.PASSED if ok else Outcome.NOT_RUN, str(score), needed)
         return
-    yield judge(f"GSM8K {mode}", ok, str(on), needed)
-    least = off.share - rules.noise(on, off)
+    yield judge(name, ok, str(score), needed)
+    if off is None:
+        yield nothing_to_compare(f"{name} against off")
+        return
+    least = off.share - rules.noise(score, off)
     needed = f"at least {least:.3f} (off: {off}, less noise)"
-    yield judge(f"GSM8K {mode} against off", on.share >= least, str(on), needed)
+    yield judge(f"{name} against off", score.share >= least, str(score), needed)
 
 
 @dataclass(frozen=True)
@@ -117,12 +121,12 @@ class Gsm8k(Step):
             yield Check(f"GSM8K {self.mode}", Outcome.NOT_RUN, found, "a score")
             return
         server.figures[self.mode] = score
-        off = server.off.get(self.mode) if place.phase == "on" else None
         if not place.machine.reference:
+            off = server.off.get(self.mode)
             yield from accuracy(self.mode, place.phase, score, off, _hisparse(place))
             return
         name, needed = f"made set, {self.mode}", "every answer is the cold one"
-        if off is None:
+        if place.phase == "off":
             # Stock SGLang's hits need not be exact.
             yield Check(name, Outcome.NOT_JUDGED, str(score), needed)
         else:

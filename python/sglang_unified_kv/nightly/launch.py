@@ -14,7 +14,7 @@ from .machine import Machine, cores_of_ranks
 
 COMMON = (
     *("--attention-backend", "dsv4", "--page-size", "256"),
-    *("--swa-full-tokens-ratio", "0.1", "--enable-cache-report"),
+    *("--swa-full-tokens-ratio", "0.1", "--enable-cache-report", "--enable-metrics"),
 )
 HICACHE = (
     *("--enable-hierarchical-cache", "--hicache-write-policy", "write_through"),

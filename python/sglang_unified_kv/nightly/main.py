@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +23,7 @@ def main(name: str) -> None:
     typer.run(command(name))
 
 
-def command(name: str):
+def command(name: str) -> Callable[..., None]:
     """The command of one job, for typer."""
 
     def job(

@@ -17,6 +17,9 @@ ROW_TOKENS = 4
 ROWS_PAGE = 64
 """C4 rows of a page; HiSparse counts whole pages."""
 
+ENGAGED = ("Unified KV engaged on ", "Checkpoints engaged: ")
+"""What each rank says once at start."""
+
 REQUIRED = (
     "[LB-DEV] device landing byte-exact",
     "[SWA-DBG] restore verified",

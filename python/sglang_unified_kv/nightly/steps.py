@@ -18,6 +18,7 @@ from .machine import Machine
 from .verdict import Check, Outcome, judge
 
 if TYPE_CHECKING:
+    from ..cli.client import Generation
     from .server import Server
 
 PASSCODE = "K9-TANGO-2306"
@@ -67,15 +68,15 @@ class Step(ABC):
 
 @dataclass(frozen=True)
 class Engaged(Step):
-    """Every rank of the server has checkpoints."""
+    """Every rank of the server says that it is engaged."""
 
     def plan(self, place: Place) -> Iterator[str]:
-        yield f"the log says `Checkpoints engaged` once for each of {place.launch.ranks} ranks"
+        yield f"the log says once for each of {place.launch.ranks} ranks what is engaged"
 
     def run(self, server: Server) -> Iterator[Check]:
-        found = len(rules.lines_of(server.log_since_start(), "Checkpoints engaged: "))
+        found = len(rules.lines_of(server.log_since_start(), *rules.ENGAGED))
         ranks = server.place.launch.ranks
-        yield judge("every rank has checkpoints", found == ranks, found, f"{ranks} ranks say so")
+        yield judge("every rank is engaged", found == ranks, found, f"{ranks} ranks say so")
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class SendAgain(Step):
         yield from _equal(machine, "answers alike", alike, self.times)
 
 
-def _bits(answer) -> tuple:
+def _bits(answer: Generation) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return answer.output_ids, answer.logprobs
 
 
@@ -226,6 +227,11 @@ def figure(machine: Machine, name: str, ok: bool, found: str, needed: str) -> Ch
     if machine.reference:
         return Check(name, Outcome.NOT_JUDGED, found, needed)
     return judge(name, ok, found, needed)
+
+
+def nothing_to_compare(name: str) -> Check:
+    """A check of ``on`` whose counterpart of ``off`` is missing."""
+    return Check(name, Outcome.NOT_RUN, "off has no such figure", "a figure of off")
 
 
 @dataclass(frozen=True)

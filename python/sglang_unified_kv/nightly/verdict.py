@@ -58,7 +58,7 @@ class Verdict:
     Attributes:
         job, machine: names.
         checks: pairs of phase and check, in the order they were made.
-        figures: by phase, what was measured.
+        figures: by phase, what was measured: JSON's types and dataclasses of them.
         seconds: wall time by phase.
     """
 
@@ -97,7 +97,7 @@ class Verdict:
         }
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_json(), indent=2) + "\n")
+        path.write_text(json.dumps(self.as_json(), indent=2, default=asdict) + "\n")
 
     def print(self, console: Console) -> None:
         table = Table(title=f"{self.job} on {self.machine}", title_justify="left")
