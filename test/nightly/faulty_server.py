@@ -19,6 +19,8 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"max_total_num_tokens": {"swaps": 1500}.get(FAULT, 1000)})
 
     def do_POST(self):
+        if self.path.startswith("/flush_cache"):
+            return self.answer({})
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if FAULT == "dead":
             os._exit(3)

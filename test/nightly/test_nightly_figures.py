@@ -141,10 +141,11 @@ class Prefilled(benchmark.Prefill):
     off: float = 100.0
     on: float = 100.0
     hits: float = 60.0
+    completed: int = 128
 
     def command(self, place, repeat, seed):
         rate = self.on if place.phase == "on" else self.off
-        return writing(self._results(place, repeat), result(rate, 1, 0, self.hits, completed=128))
+        return writing(self._results(place, repeat), result(rate, 1, 0, self.hits, self.completed))
 
 
 @pytest.mark.parametrize(
@@ -160,8 +161,9 @@ def test_prefill_costs(cached, on, outcome, tmp_path):
     }
 
 
-def test_a_benchmark_whose_prompts_were_not_cached_or_not_answered_fails(tmp_path):
-    step = Prefilled(0.6, hits=54.9)
+@pytest.mark.parametrize("wrong", [{"hits": 54.9}, {"completed": 127}])
+def test_a_benchmark_whose_prompts_were_not_cached_or_not_answered_fails(wrong, tmp_path):
+    step = Prefilled(0.6, **wrong)
     off, on = judged(step, tmp_path)
     assert off == {step.name: FAILED} and on[step.name] is FAILED
 

@@ -15,7 +15,7 @@ from sglang_unified_kv.nightly.jobs import JOBS, Job, Phase
 from sglang_unified_kv.nightly.launch import Launch
 from sglang_unified_kv.nightly.machine import REFERENCE
 from sglang_unified_kv.nightly.run import run
-from sglang_unified_kv.nightly.steps import Determinism, Engaged, Place, SendAgain
+from sglang_unified_kv.nightly.steps import Determinism, Engaged, Place, Restart, SendAgain
 from sglang_unified_kv.nightly.verdict import Outcome
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "nightly"
@@ -147,6 +147,14 @@ def test_a_mismatch_in_the_log_fails(tmp_path):
         assert found[name].outcome is Outcome.FAILED and "MISMATCH" in found[name].found
 
 
+def test_a_restart_that_finds_nothing_fails(tmp_path):
+    verdict, found = faulty_run("cold", tmp_path, SendAgain(3), Restart())
+    assert verdict.exit_code == 1
+    for name in ("first request after the restart", "prefetch"):
+        assert found[name].outcome is Outcome.FAILED
+    assert found["first request after the restart"].needed == "1280, from storage"
+
+
 def test_a_server_that_dies_could_not_run_and_names_its_log(tmp_path):
     verdict, found = faulty_run("dead", tmp_path)
     assert (verdict.outcome, verdict.exit_code) == (Outcome.NOT_RUN, 2)
@@ -188,6 +196,25 @@ def test_a_client_that_never_ends_is_ended_with_its_children(tmp_path):
 
 
 @dataclass(frozen=True)
+class Killing(Determinism):
+    """A client program whose request ends the server, and that never ends itself."""
+
+    def command(self, place: Place):
+        code = (
+            "import signal, sys, urllib.request\n"
+            "try: urllib.request.urlopen(sys.argv[1], b'{}')\n"
+            "except OSError: signal.pause()"
+        )
+        return [sys.executable, "-c", code, f"{place.url}/generate"]
+
+
+def test_a_server_that_dies_ends_the_client(tmp_path):
+    verdict, found = faulty_run("dead", tmp_path, Killing())
+    assert verdict.exit_code == 2
+    assert "the server ended with exit code 3" in found["server"].found
+
+
+@dataclass(frozen=True)
 class Failing(Determinism):
     def command(self, place: Place):
         return [sys.executable, "-c", "raise SystemExit(1)"]
@@ -197,6 +224,16 @@ def test_a_check_that_fails_fails_the_job(tmp_path):
     verdict, found = faulty_run("cold", tmp_path, Failing())
     assert verdict.exit_code == 1
     assert found["sglang-unified-kv check"].found.startswith("1: not deterministic")
+
+
+def test_a_server_gets_its_own_variables_and_none_of_sglangs_from_outside(tmp_path):
+    (phase,) = JOBS["l3_restart"](REFERENCE).phases
+    base = {"PATH": "/bin", "SGLANG_IS_IN_CI": "1", "SGLANG_UNIFIED_KV_PROVENANCE": "strict"}
+    assert phase.launch.environment(base, tmp_path) == {"PATH": "/bin"} | REFERENCE.env | {
+        "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE": "1",
+        "SGLANG_SWA_DBG_CHECKSUM": "1",
+        "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path / "storage"),
+    }
 
 
 def test_an_interrupted_job_leaves_no_server(tmp_path):
