@@ -126,7 +126,9 @@ def faulty_run(fault, out, *steps, machine=REFERENCE):
     steps = steps or (SendAgain(3),)
     phase = Phase("verify", Faulty(flags=(), fault=fault), steps)
     job = Job("faulty", "", (phase, replace(phase, name="later")))
-    verdict = run(job, machine, "model", None, out, lambda text: None)
+    said: list[str] = []
+    verdict = run(job, machine, "model", None, out, said.append)
+    (out / "said").write_text("\n".join(said))
     return verdict, {check.name: check for phase, check in verdict.checks if phase == "verify"}
 
 
@@ -159,6 +161,10 @@ def test_a_server_that_dies_could_not_run_and_names_its_log(tmp_path):
     verdict, found = faulty_run("dead", tmp_path)
     assert (verdict.outcome, verdict.exit_code) == (Outcome.NOT_RUN, 2)
     assert str(tmp_path / "verify.log") in found["server"].found
+    assert (
+        f"The last lines of {tmp_path / 'verify.log'}:\nno weights"
+        in (tmp_path / "said").read_text()
+    )
     assert list(verdict.seconds) == ["verify"], "the next server was started all the same"
 
 

@@ -15,6 +15,9 @@ from .server import Server, serve
 from .verdict import Check, Outcome, Verdict, judge
 
 
+LAST_LINES = 40
+
+
 def run(
     job: Job, machine: Machine, model: str, data: str | None, out: Path, say: Callable[[str], None]
 ) -> Verdict:
@@ -58,6 +61,9 @@ def _run(
         whole = False
         found = f"{error}; the server's log is {log}"
         verdict.add(phase.name, [Check("server", Outcome.NOT_RUN, found, "answers")])
+        if log.exists():
+            last = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            say(f"The last lines of {log}:\n" + "\n".join(last))
     if log.exists():
         verdict.add(phase.name, [trouble(log)])
     return whole
