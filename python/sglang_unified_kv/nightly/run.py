@@ -14,7 +14,6 @@ from .machine import Machine
 from .server import Server, serve
 from .verdict import Check, Outcome, Verdict, judge
 
-
 LAST_LINES = 40
 
 
