@@ -12,6 +12,7 @@ import sys
 import pytest
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.cli.demo_verdict import CASE_NAMES
+from sglang_unified_kv.cli.signals import signals_unwind
 from sglang_unified_kv.config import BIT_EXACT_HICACHE
 from typer.testing import CliRunner
 
@@ -85,7 +86,7 @@ def test_an_interrupted_demo_leaves_no_server(tmp_path, number):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_comes_inside_a_lock_is_still_a_signal(number):
-    with pytest.raises(SystemExit) as ended, demo._signals_unwind():
+    with pytest.raises(SystemExit) as ended, signals_unwind():
         try:
             signal.raise_signal(number)
         finally:

@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import requests
 
@@ -39,6 +39,13 @@ class Generation:
     logprobs: tuple[float, ...]
     cached_tokens: int
     cached_by: dict[str, int]
+
+
+class Message(NamedTuple):
+    """One answer of the chat endpoint: thinking and content, and the tokens of the prompt."""
+
+    text: str
+    prompt_tokens: int
 
 
 class SGLangClient:
@@ -157,6 +164,48 @@ class SGLangClient:
                     f"{max_new_tokens}"
                 )
         return generations
+
+    def complete(self, text: str, *, max_tokens: int) -> str:
+        """Greedy continuation of ``text``, up to ``max_tokens`` tokens.
+
+        Raises:
+            ClientError: no usable answer.
+        """
+        body = {"model": "", "prompt": text, "temperature": 0, "max_tokens": max_tokens}
+        answer = self._json(self._request("POST", "/v1/completions", json=body))
+        try:
+            return str(answer["choices"][0]["text"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise self._unexpected("/v1/completions", answer) from error
+
+    def chat(self, text: str, *, max_tokens: int, thinking: bool = False) -> Message:
+        """Greedy answer to one message.
+
+        Args:
+            thinking: ask for it; otherwise the server's default holds.
+
+        Raises:
+            ClientError: no usable answer.
+        """
+        body: dict[str, Any] = {
+            "model": "",
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+        }
+        if thinking:
+            body["chat_template_kwargs"] = {"thinking": True}
+        answer = self._json(self._request("POST", "/v1/chat/completions", json=body))
+        try:
+            message = answer["choices"][0]["message"]
+            parts = (message.get("reasoning_content"), message["content"])
+            tokens = int(answer["usage"]["prompt_tokens"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise self._unexpected("/v1/chat/completions", answer) from error
+        return Message("".join(part for part in parts if part), tokens)
+
+    def _unexpected(self, path: str, answer: Any) -> ClientError:
+        return ClientError(f"{self.base_url}{path}: unexpected answer: {answer}")
 
     def _request(self, method: str, path: str, **arguments: Any) -> requests.Response:
         answer = self._send(method, path, **arguments)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +24,7 @@ from ..reference.plugin import ENV as REFERENCE_ENGINE
 from .demo_verdict import SERVERS, Case, as_json, shortcomings
 from .extra import require_extra
 from .server import ServerFailed, ServerProcess, free_port
+from .signals import signals_unwind
 
 if TYPE_CHECKING:
     from .demo_story import Outcome
@@ -52,7 +52,7 @@ def demo(
     require_extra(console, "matplotlib", "requests")
     _require_folders(console, json_file, picture)
     with ExitStack() as stack:
-        stack.enter_context(_signals_unwind())
+        stack.enter_context(signals_unwind())
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sglang-unified-kv-")))
         logs = work if keep_logs is None else keep_logs
         logs.mkdir(parents=True, exist_ok=True)
@@ -73,29 +73,6 @@ def _require_folders(console: Console, *files: Path | None) -> None:
         if file is not None and not file.absolute().parent.is_dir():
             console.print(f"{escape(str(file))}: its folder does not exist; create it")
             raise typer.Exit(2)
-
-
-@contextmanager
-def _signals_unwind() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP unwind the stack, so that servers are ended."""
-    received: list[int] = []
-
-    def unwind(number: int, _frame: object) -> None:
-        received.append(number)
-        raise SystemExit(128 + number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    previous = {n: signal.signal(n, unwind) for n in numbers}
-    try:
-        yield
-    except Exception as error:
-        if received:
-            # It came while a lock was being taken or left, whose complaint is no news.
-            raise SystemExit(128 + received[0]) from error
-        raise
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class _Failed(Exception):

@@ -115,6 +115,13 @@ class ServerProcess:
         if code is not None:
             raise ServerFailed(f"the server ended with exit code {code}")
 
+    def poll(self, timeout_s: float) -> int | None:
+        """Exit code once the process ends within ``timeout_s`` seconds, None if it runs on."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
     def wait_until(self, healthy: Callable[[], bool], *, timeout_s: float) -> None:
         """Return once ``healthy()`` holds.
 

@@ -1,0 +1,186 @@
+"""Prefill and decode benchmarks through SGLang's own client, ``sglang.bench_serving``.
+
+One system prompt is shared by all prompts, which share nothing else: that part of each prompt is cached, the
+rest is not. The warm-up requests bring it to every data-parallel rank.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import rules
+from .steps import Place, Step, figure, file_name, nothing_to_compare
+from .verdict import Check, Outcome, judge
+
+if TYPE_CHECKING:
+    from .server import Server
+
+HIT_SHORTFALL = 5.0
+"""Percentage points that the cached share may fall short: each rank computes what it sees first."""
+DECODE_SHARE = 0.8
+
+
+def measured(path: Path) -> dict[str, float]:
+    """The last result that the client wrote.
+
+    Keys: ``completed``, ``input`` and ``output`` in tokens per second, ``tpot`` in ms, ``hits`` in percent.
+    """
+    result: dict[str, Any] = json.loads(path.read_text().splitlines()[-1])
+    return {
+        "completed": result["completed"],
+        "input": result["input_throughput"],
+        "output": result["output_throughput"],
+        "tpot": result["median_tpot_ms"],
+        "hits": result["cache_report"]["cache_hit_rate_pct"],
+    }
+
+
+@dataclass(frozen=True)
+class Benchmark(Step):
+    """A load of prompts of the same length of which a share is cached."""
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def share(self) -> float:
+        raise NotImplementedError
+
+    def load(self, place: Place) -> tuple[int, int, int]:
+        """Prompts, concurrency, output tokens."""
+        raise NotImplementedError
+
+    def limits(self) -> Iterator[tuple[str, str, float]]:
+        """Figure of :func:`measured`, its name, and the share by which it may get worse."""
+        raise NotImplementedError
+
+    def command(self, place: Place, repeat: int | str, seed: int | str) -> list[str]:
+        prompts, concurrency, output = self.load(place)
+        cached = round(self.share * place.machine.sizes.input)
+        client = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang"]
+        options = {
+            "--host": "127.0.0.1",
+            "--port": place.port,
+            "--dataset-name": "generated-shared-prefix",
+            "--gsp-num-groups": 1,
+            "--gsp-prompts-per-group": prompts,
+            "--gsp-system-prompt-len": cached,
+            "--gsp-question-len": place.machine.sizes.input - cached,
+            "--gsp-output-len": output,
+            "--max-concurrency": concurrency,
+            "--warmup-requests": 2 * place.launch.dp,
+            "--seed": seed,
+            "--output-file": self._results(place, repeat),
+        }
+        # With a routing key the client makes its prompts anew instead of taking them from its cache.
+        switches = (
+            "--tokenize-prompt",
+            "--cache-report",
+            "--gsp-send-routing-key",
+            "--disable-tqdm",
+        )
+        return [*client, *(str(part) for item in options.items() for part in item), *switches]
+
+    def _results(self, place: Place, repeat: int | str) -> Path:
+        return place.out / f"{place.phase}-{file_name(self.name)}-{repeat}.jsonl"
+
+    def _seed(self, repeat: int) -> int:
+        # Another one for each benchmark: the same seed begins with the same prompt.
+        return zlib.crc32(self.name.encode()) % 10**6 + repeat
+
+    def plan(self, place: Place) -> Iterator[str]:
+        for repeat in range(place.machine.sizes.repeats):
+            yield f"$ {place.shell(self.command(place, repeat, self._seed(repeat)))}"
+        if place.machine.reference:
+            yield "every prompt is answered and some of it is cached; its times are not judged"
+            return
+        yield f"{100 * self.share - HIT_SHORTFALL:.0f} % of the prompts are cached or more"
+        if place.phase == "on":
+            for _, name, limit in self.limits():
+                yield f"{name}: costs less than {limit:.1%} against off, medians of the repeats"
+
+    def run(self, server: Server) -> Iterator[Check]:
+        place, runs = server.place, []
+        for repeat in range(place.machine.sizes.repeats):
+            name = f"{self.name} {repeat}"
+            results = self._results(place, repeat)
+            code = server.program(name, self.command(place, repeat, self._seed(repeat)))
+            if code or not results.exists():
+                found = f"exit code {code}, no result ({server.program_log_path(name)})"
+                yield Check(self.name, Outcome.NOT_RUN, found, "a result")
+                return
+            runs.append(measured(results))
+        server.figures[self.name] = median = {
+            key: statistics.median(run[key] for run in runs) for key in runs[0]
+        }
+        yield from self._plumbing(place, min(run["completed"] for run in runs), median["hits"])
+        if place.phase == "on":
+            if self.name in server.off:
+                yield from self._costs(place, median, server.off[self.name])
+            else:
+                yield nothing_to_compare(f"{self.name}: cost")
+
+    def _plumbing(self, place: Place, completed: float, hits: float) -> Iterator[Check]:
+        prompts, *_ = self.load(place)
+        least = 0.0 if place.machine.reference else 100 * self.share - HIT_SHORTFALL
+        found = f"{completed} of {prompts} answered, {hits:.1f} % cached"
+        ok = completed == prompts and hits > least
+        yield judge(self.name, ok, found, f"all, more than {least:.0f} % cached")
+
+    def _costs(self, place: Place, on: dict[str, float], off: dict[str, float]) -> Iterator[Check]:
+        for key, name, limit in self.limits():
+            lost = rules.cost(on[key], off[key]) if key == "tpot" else rules.cost(off[key], on[key])
+            found = f"{lost:+.1%} ({off[key]:.1f} off, {on[key]:.1f} on)"
+            needed = f"costs less than {limit:.1%}"
+            yield figure(place.machine, f"{self.name}: {name}", lost < limit, found, needed)
+
+
+@dataclass(frozen=True)
+class Prefill(Benchmark):
+    """Throughput of prompts, ``cached`` being the share of each that is cached."""
+
+    cached: float
+
+    @property
+    def name(self) -> str:
+        return f"prefill {self.cached:.0%} cached"
+
+    @property
+    def share(self) -> float:
+        return self.cached
+
+    def load(self, place: Place) -> tuple[int, int, int]:
+        return (*place.machine.sizes.prefill, 1)
+
+    def limits(self) -> Iterator[tuple[str, str, float]]:
+        yield "input", "prompt tokens per second", rules.PREFILL_COST[self.cached]
+
+
+@dataclass(frozen=True)
+class Decode(Benchmark):
+    """Time per output token with ``batch`` requests at a time."""
+
+    batch: int
+
+    @property
+    def name(self) -> str:
+        return f"decode batch {self.batch}"
+
+    @property
+    def share(self) -> float:
+        return DECODE_SHARE
+
+    def load(self, place: Place) -> tuple[int, int, int]:
+        return 2 * self.batch, self.batch, place.machine.sizes.output
+
+    def limits(self) -> Iterator[tuple[str, str, float]]:
+        yield "tpot", "time per output token", rules.TPOT_COST
+        yield "output", "output tokens per second", rules.OUTPUT_COST

@@ -1,0 +1,283 @@
+"""What a job asks of a server, step by step. Each step tells its plan and, on a live server, its checks."""
+
+from __future__ import annotations
+
+import random
+import re
+import secrets
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from . import rules
+from .launch import Launch, shell
+from .machine import Machine
+from .verdict import Check, Outcome, judge
+
+if TYPE_CHECKING:
+    from ..cli.client import Generation
+    from .server import Server
+
+PASSCODE = "K9-TANGO-2306"
+NEW_TOKENS = 16
+
+
+def file_name(text: str) -> str:
+    """``text`` as a part of a file's name.
+
+    >>> file_name("prefill 60% cached")
+    'prefill-60-cached'
+    """
+    return re.sub(r"\W+", "-", text)
+
+
+class Place(NamedTuple):
+    """Where a step runs, as far as it is known before anything has started."""
+
+    machine: Machine
+    phase: str
+    launch: Launch
+    url: str
+    port: str
+    out: Path
+    data: str | None
+
+    def shell(self, command: list[str]) -> str:
+        """A client program's line."""
+        return shell(command)
+
+
+class Step(ABC):
+    """One question to a server."""
+
+    @abstractmethod
+    def plan(self, place: Place) -> Iterator[str]:
+        """What :meth:`run` will do, a line each; a line that starts with ``$`` is a command."""
+
+    @abstractmethod
+    def run(self, server: Server) -> Iterator[Check]:
+        """Ask, and judge the answers.
+
+        Raises:
+            ClientError, ServerFailed: could not be asked.
+        """
+
+
+@dataclass(frozen=True)
+class Engaged(Step):
+    """Every rank of the server says that it is engaged."""
+
+    def plan(self, place: Place) -> Iterator[str]:
+        yield f"the log says once for each of {place.launch.ranks} ranks what is engaged"
+
+    def run(self, server: Server) -> Iterator[Check]:
+        found = len(rules.lines_of(server.log_since_start(), *rules.ENGAGED))
+        ranks = server.place.launch.ranks
+        yield judge("every rank is engaged", found == ranks, found, f"{ranks} ranks say so")
+
+
+@dataclass(frozen=True)
+class SendAgain(Step):
+    """One prompt, sent ``times`` times: reuse climbs from 0, and every restore is compared."""
+
+    times: int
+    restart_prompt: bool = False
+
+    def tokens(self, machine: Machine) -> int:
+        sizes = machine.sizes
+        return sizes.restart_prompt if self.restart_prompt else sizes.prompt
+
+    def plan(self, place: Place) -> Iterator[str]:
+        tokens = self.tokens(place.machine)
+        deepest = rules.boundary(tokens)
+        yield f"send one random prompt of {tokens} tokens {self.times} times"
+        yield (
+            f"cached_tokens climbs from 0 to {deepest}: at most {place.launch.dp} misses, never falls"
+        )
+        yield from _plan_of_log()
+        if place.machine.reference:
+            yield "every answer is the first one's, to the bit"
+
+    def run(self, server: Server) -> Iterator[Check]:
+        machine, start = server.place.machine, server.log_size()
+        tokens = self.tokens(machine)
+        source = random.Random(secrets.randbits(32))
+        ids = [source.randint(*machine.token_ids) for _ in range(tokens)]
+        answers = [
+            server.client.generate(ids, max_new_tokens=NEW_TOKENS) for _ in range(self.times)
+        ]
+        cached = [answer.cached_tokens for answer in answers]
+        server.sent = (ids, answers[0])
+        server.figures["cached_tokens"] = cached
+        faults = rules.climb_faults(cached, rules.boundary(tokens), server.place.launch.dp)
+        needed = f"climbs from 0 to {rules.boundary(tokens)}"
+        yield judge("cached_tokens", not faults, "; ".join(faults) or cached, needed)
+        yield from _log_checks(server.log_since(start))
+        alike = sum(_bits(answer) == _bits(answers[0]) for answer in answers)
+        yield from _equal(machine, "answers alike", alike, self.times)
+
+
+def _bits(answer: Generation) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    return answer.output_ids, answer.logprobs
+
+
+def _equal(machine: Machine, name: str, alike: int, total: int) -> Iterator[Check]:
+    found, needed = f"{alike} of {total}", "all, tokens and logprobs"
+    if machine.reference:
+        yield judge(name, alike == total, found, needed)
+    else:
+        # Kernels may round otherwise for the shapes of a hit.
+        yield Check(name, Outcome.NOT_JUDGED, found, needed)
+
+
+def _plan_of_log() -> Iterator[str]:
+    yield f"the log has {', '.join(map(repr, rules.REQUIRED))}"
+    yield f"the log has no {', '.join(map(repr, (*rules.TROUBLE, rules.REJECTED)))}"
+
+
+def _log_checks(log: str) -> Iterator[Check]:
+    missing = rules.absent(log, rules.REQUIRED)
+    found = f"not in the log: {', '.join(missing)}" if missing else "in the log"
+    yield judge("restores are compared", not missing, found, "LB-DEV, SWA-DBG, C4-STATE-DBG")
+    wrong = rules.lines_of(log, *rules.TROUBLE, rules.REJECTED)
+    needed = "no " + ", ".join((*rules.TROUBLE, rules.REJECTED))
+    yield judge("log of these requests", not wrong, wrong[0] if wrong else "clean", needed)
+
+
+@dataclass(frozen=True)
+class Restart(Step):
+    """The server ends and starts again: the first request finds its prefix in storage alone."""
+
+    def plan(self, place: Place) -> Iterator[str]:
+        deepest = rules.boundary(place.machine.sizes.restart_prompt)
+        yield "wait until everything is stored (/flush_cache), end the server, start it again"
+        yield f"the same prompt: cached_tokens={deepest}, all of it from storage"
+        yield f"the log has `HiCache prefetch success ... matched=0 loaded={deepest}`"
+        yield from _plan_of_log()
+        if place.machine.reference:
+            yield "its answer is the cold one's, to the bit"
+
+    def run(self, server: Server) -> Iterator[Check]:
+        ids, cold = server.sent
+        server.client.flush_cache(timeout_s=300.0)
+        server.restart()
+        answer = server.client.generate(ids, max_new_tokens=NEW_TOKENS)
+        log, deepest = server.log_since_start(), rules.boundary(len(ids))
+        found = f"{answer.cached_tokens}, by source {answer.cached_by}"
+        ok = answer.cached_tokens == answer.cached_by["storage"] == deepest
+        yield judge("first request after the restart", ok, found, f"{deepest}, from storage")
+        fetched = rules.prefetches(log)
+        needed = f"matched=0 loaded={deepest}"
+        yield judge("prefetch", (0, deepest) in fetched, fetched or "none", needed)
+        yield from _log_checks(log)
+        yield from _equal(
+            server.place.machine, "answer as the cold one", int(_bits(answer) == _bits(cold)), 1
+        )
+
+
+@dataclass(frozen=True)
+class Determinism(Step):
+    """``sglang-unified-kv check``."""
+
+    def command(self, place: Place) -> list[str]:
+        report = str(place.out / f"{place.phase}-check.json")
+        check = [sys.executable, "-m", "sglang_unified_kv.cli", "check", "--url", place.url]
+        return [*check, *place.machine.sizes.check, "--json", report]
+
+    def plan(self, place: Place) -> Iterator[str]:
+        yield f"$ {place.shell(self.command(place))}"
+        yield "it exits with 0"
+
+    def run(self, server: Server) -> Iterator[Check]:
+        code = server.program("check", self.command(server.place))
+        found = {0: "0", 1: "1: not deterministic"}.get(code, f"{code}: it could not tell")
+        log = f"{server.place.out}/{server.place.phase}-check.log"
+        yield judge("sglang-unified-kv check", code == 0, f"{found} ({log})", "exit code 0")
+
+
+@dataclass(frozen=True)
+class Capacity(Step):
+    """Full tokens with HiSparse against without."""
+
+    def plan(self, place: Place) -> Iterator[str]:
+        yield "read max_total_num_tokens from /server_info"
+        if place.phase == "on":
+            yield f"at least {rules.CAPACITY_GAIN} times that of off{_unjudged(place.machine)}"
+
+    def run(self, server: Server) -> Iterator[Check]:
+        tokens = server.client.server_info()["max_total_num_tokens"]
+        server.figures["full_tokens"] = tokens
+        if server.place.phase == "on":
+            gain = tokens / server.off["full_tokens"]
+            needed = f"at least {rules.CAPACITY_GAIN}"
+            yield figure(
+                server.place.machine, "capacity", gain >= rules.CAPACITY_GAIN, f"{gain:.2f}", needed
+            )
+
+
+def _unjudged(machine: Machine) -> str:
+    return " (not judged on the reference engine)" if machine.reference else ""
+
+
+def figure(machine: Machine, name: str, ok: bool, found: str, needed: str) -> Check:
+    """A check of a figure that says nothing on the reference engine, where it is only shown."""
+    if machine.reference:
+        return Check(name, Outcome.NOT_JUDGED, found, needed)
+    return judge(name, ok, found, needed)
+
+
+def nothing_to_compare(name: str) -> Check:
+    """A check of ``on`` whose counterpart of ``off`` is missing."""
+    return Check(name, Outcome.NOT_RUN, "off has no such figure", "a figure of off")
+
+
+@dataclass(frozen=True)
+class Recall(Step):
+    """A passcode at the top of a prompt that HiSparse keeps on the host."""
+
+    new_tokens: int = 256
+
+    def text(self, machine: Machine) -> str:
+        sentences: list[str] = []
+        while sum(map(len, sentences)) < machine.sizes.recall_prompt:
+            sentences.append(f"Note {len(sentences)}: nothing happened on this day either. ")
+        return (
+            f"The passcode is {PASSCODE}. Keep it in mind.\n\n{''.join(sentences)}\n\n"
+            "What is the passcode? Answer with the passcode alone."
+        )
+
+    def plan(self, place: Place) -> Iterator[str]:
+        machine = place.machine
+        yield f"ask for a passcode at the top of a prompt of {len(self.text(machine))} characters"
+        if place.phase == "off":
+            return
+        yield (
+            "the answer is that of off"
+            if machine.reference
+            else f"the answer, or the thinking before it, has {PASSCODE}"
+        )
+        pages = (machine.hot_rows + rules.ROWS_PAGE, machine.hot_rows + 2 * rules.ROWS_PAGE)
+        yield (
+            f"more C4 rows than the buffer of {machine.hot_rows}; decode log: #gpu token "
+            f"{pages[0]} or {pages[1]}, #cpu token every row of the request, in pages"
+        )
+
+    def run(self, server: Server) -> Iterator[Check]:
+        machine, start = server.place.machine, server.log_size()
+        tokens = NEW_TOKENS if machine.reference else self.new_tokens * 4
+        answer = server.client.chat(self.text(machine), max_tokens=tokens)
+        server.figures["recall"] = answer._asdict()
+        if server.place.phase == "off":
+            return
+        if machine.reference:
+            off = server.off["recall"]["text"]
+            yield judge("answer as without HiSparse", answer.text == off, answer.text, off)
+        else:
+            yield judge("passcode", PASSCODE in answer.text, answer.text[-200:], PASSCODE)
+        seen = rules.hisparse_tokens(server.log_since(start))
+        faults = rules.swap_faults(seen, answer.prompt_tokens, tokens, machine.hot_rows)
+        needed = f"hot buffer of {machine.hot_rows} on the device, every row on the host"
+        yield judge("rows that swap", not faults, "; ".join(faults) or seen[-1], needed)

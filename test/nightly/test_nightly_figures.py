@@ -1,0 +1,225 @@
+"""Scores, costs and capacities as the real machine is judged by them: the clients print given figures."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from sglang_unified_kv.nightly import benchmark, gsm8k
+from sglang_unified_kv.nightly.jobs import Job, Phase
+from sglang_unified_kv.nightly.launch import Launch
+from sglang_unified_kv.nightly.machine import MI355X, REFERENCE
+from sglang_unified_kv.nightly.run import run
+from sglang_unified_kv.nightly.steps import Capacity, Recall
+from sglang_unified_kv.nightly.verdict import Outcome
+
+SERVER = Path(__file__).with_name("faulty_server.py")
+PASSED, FAILED = Outcome.PASSED, Outcome.FAILED
+NOT_RUN, NOT_JUDGED = Outcome.NOT_RUN, Outcome.NOT_JUDGED
+
+
+@dataclass(frozen=True)
+class Stub(Launch):
+    fault: str = "cold"
+
+    def command(self, model, port):
+        return [sys.executable, str(SERVER), self.fault, "--port", str(port)]
+
+
+def judged(step, out, machine=MI355X, faults=("cold", "cold")):
+    """Outcomes of ``off`` and of ``on`` by check, without those of the log."""
+    phases = [
+        Phase(name, Stub(flags=(), fault=fault), (step,))
+        for name, fault in zip(("off", "on"), faults, strict=True)
+    ]
+    verdict = run(Job("job", "", tuple(phases)), machine, "model", None, out, lambda text: None)
+    verdict.write(out / "verdict.json")
+    found = {"off": {}, "on": {}}
+    for phase, check in verdict.checks:
+        if not check.name.startswith("log "):
+            found[phase][check.name] = check.outcome
+    return found["off"], found["on"]
+
+
+def printing(text):
+    return [sys.executable, "-c", f"print({text!r})"]
+
+
+@dataclass(frozen=True)
+class Scored(gsm8k.Gsm8k):
+    scores: tuple[float, float] = (0.0, 0.0)
+
+    def command(self, place):
+        return printing(f"Score: {self.scores[place.phase == 'on']:.3f}")
+
+
+@pytest.mark.parametrize(
+    ("scores", "off", "on"),
+    [
+        ((0.940, 0.941), PASSED, (PASSED, PASSED)),
+        ((0.960, 0.930), PASSED, (PASSED, FAILED)),
+        ((0.940, 0.920), PASSED, (FAILED, PASSED)),
+        ((0.900, 0.941), NOT_RUN, (PASSED, PASSED)),
+    ],
+)
+def test_gsm8k_on_against_off(scores, off, on, tmp_path):
+    step = Scored("non-thinking", scores)
+    names = ("GSM8K non-thinking", "GSM8K non-thinking against off")
+    assert judged(step, tmp_path) == ({names[0]: off}, dict(zip(names, on, strict=True)))
+
+
+@dataclass(frozen=True)
+class Silent(gsm8k.Gsm8k):
+    def command(self, place):
+        return printing("no questions were found")
+
+
+@dataclass(frozen=True)
+class OnAlone(Scored):
+    def command(self, place):
+        return super().command(place) if place.phase == "on" else printing("no questions")
+
+
+def test_gsm8k_without_its_yardstick_could_not_run(tmp_path):
+    _, on = judged(OnAlone("thinking", (0.0, 0.9)), tmp_path)
+    assert on == {"GSM8K thinking": FAILED, "GSM8K thinking against off": NOT_RUN}
+
+
+def test_gsm8k_without_a_score_could_not_run(tmp_path):
+    off, on = judged(Silent("thinking"), tmp_path)
+    assert off == on == {"GSM8K thinking": NOT_RUN}
+
+
+def result(on, output, tpot, hits=80.0, completed=64):
+    """What SGLang's client writes, as far as it is read."""
+    return {
+        "completed": completed,
+        "input_throughput": on,
+        "output_throughput": output,
+        "median_tpot_ms": tpot,
+        "cache_report": {"cache_hit_rate_pct": hits},
+    }
+
+
+def writing(path, line):
+    code = f"open({str(path)!r}, 'w').write({json.dumps(line)!r} + chr(10))"
+    return [sys.executable, "-c", code]
+
+
+@dataclass(frozen=True)
+class Decoded(benchmark.Decode):
+    """Three repeats of each phase, of which the middle one counts."""
+
+    results: tuple[tuple[dict, ...], tuple[dict, ...]] = ()
+
+    def command(self, place, repeat, seed):
+        results = self.results[place.phase == "on"]
+        return writing(self._results(place, repeat), results[repeat])
+
+
+OFF = tuple(result(100, 400, tpot) for tpot in (60.0, 70.0, 90.0))
+TIME, OUTPUT = "decode batch 32: time per output token", "decode batch 32: output tokens per second"
+
+
+@pytest.mark.parametrize(
+    ("tpots", "output", "time_outcome", "output_outcome"),
+    [
+        ((71.0, 71.3, 99.0), 390, PASSED, PASSED),
+        ((71.0, 71.5, 72.0), 390, FAILED, PASSED),
+        ((70.0, 70.0, 70.0), 380, PASSED, FAILED),
+    ],
+)
+def test_decode_costs(tpots, output, time_outcome, output_outcome, tmp_path):
+    on = tuple(result(100, output, tpot) for tpot in tpots)
+    _, found = judged(Decoded(32, results=(OFF, on)), tmp_path)
+    assert found == {"decode batch 32": PASSED, TIME: time_outcome, OUTPUT: output_outcome}
+
+
+@dataclass(frozen=True)
+class Prefilled(benchmark.Prefill):
+    off: float = 100.0
+    on: float = 100.0
+    hits: float = 60.0
+    completed: int = 128
+
+    def command(self, place, repeat, seed):
+        rate = self.on if place.phase == "on" else self.off
+        return writing(self._results(place, repeat), result(rate, 1, 0, self.hits, self.completed))
+
+
+@pytest.mark.parametrize(
+    ("cached", "on", "outcome"),
+    [(0.6, 94.3, PASSED), (0.6, 94.1, FAILED), (0.8, 92.8, PASSED), (0.8, 92.6, FAILED)],
+)
+def test_prefill_costs(cached, on, outcome, tmp_path):
+    step = Prefilled(cached, on=on, hits=100 * cached)
+    _, found = judged(step, tmp_path)
+    assert found == {
+        step.name: PASSED,
+        f"{step.name}: prompt tokens per second": outcome,
+    }
+
+
+@pytest.mark.parametrize("wrong", [{"hits": 54.9}, {"completed": 127}])
+def test_a_benchmark_whose_prompts_were_not_cached_or_not_answered_fails(wrong, tmp_path):
+    step = Prefilled(0.6, **wrong)
+    off, on = judged(step, tmp_path)
+    assert off == {step.name: FAILED} and on[step.name] is FAILED
+
+
+def test_costs_are_shown_and_not_judged_on_the_reference_engine(tmp_path):
+    results = (result(100, 400, 70.0, completed=4),), (result(50, 200, 700.0, completed=4),)
+    _, found = judged(Decoded(2, results=results), tmp_path, REFERENCE)
+    assert set(found.values()) == {PASSED, NOT_JUDGED} and len(found) == 3
+
+
+@dataclass(frozen=True)
+class OnlyOn(Prefilled):
+    def command(self, place, repeat, seed):
+        if place.phase == "off":
+            return printing("All requests failed.")
+        return super().command(place, repeat, seed)
+
+
+def test_a_benchmark_without_its_yardstick_could_not_run(tmp_path):
+    _, on = judged(OnlyOn(0.6), tmp_path)
+    assert on == {"prefill 60% cached": PASSED, "prefill 60% cached: cost": NOT_RUN}
+
+
+@dataclass(frozen=True)
+class Lost(benchmark.Prefill):
+    def command(self, place, repeat, seed):
+        return printing("All requests failed.")
+
+
+def test_a_benchmark_without_a_result_could_not_run(tmp_path):
+    off, on = judged(Lost(0.6), tmp_path)
+    assert off == on == {"prefill 60% cached": NOT_RUN}
+
+
+def test_capacity_of_hisparse(tmp_path):
+    (tmp_path / "more").mkdir()
+    assert judged(Capacity(), tmp_path / "more", faults=("cold", "swaps"))[1] == {
+        "capacity": PASSED
+    }
+    (tmp_path / "same").mkdir()
+    assert judged(Capacity(), tmp_path / "same", faults=("cold", "small"))[1] == {
+        "capacity": FAILED
+    }
+
+
+def test_a_passcode_comes_back_from_rows_that_swap(tmp_path):
+    off, on = judged(Recall(), tmp_path, faults=("swaps", "swaps"))
+    assert (off, on) == ({}, {"passcode": PASSED, "rows that swap": PASSED})
+
+
+@dataclass(frozen=True)
+class Forgotten(Recall):
+    def text(self, machine):
+        return "The word is HELLO. What is the passcode?"
+
+
+def test_a_passcode_that_does_not_come_back_fails(tmp_path):
+    _, on = judged(Forgotten(), tmp_path)
+    assert on["passcode"] is FAILED

@@ -1,0 +1,239 @@
+"""The nightly jobs' command lines: SGLang parses them, and exact reuse or HiSparse would engage on them."""
+
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+from plan_runs import machine, write_pro
+from sglang_unified_kv import engage
+from sglang_unified_kv.cli import app
+from sglang_unified_kv.config import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, load_settings
+from sglang_unified_kv.nightly.jobs import JOBS
+from sglang_unified_kv.nightly.machine import MI355X, REFERENCE
+from sglang_unified_kv.nightly.main import lines
+from typer.main import get_command
+
+MACHINES = {m.name: m for m in (MI355X, REFERENCE)}
+REFERENCE_ENGINE = {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1"}
+COMMAND = "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])"
+
+
+@pytest.fixture(scope="module")
+def pro(tmp_path_factory):
+    """A model that reads as many rows in a step as DeepSeek-V4-Pro."""
+    folder = write_pro(tmp_path_factory.mktemp("pro"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"index_topk": MI355X.top_k}))
+    return folder
+
+
+def commands(job, where, out, model="MODEL", data=None):
+    """Environment and words of every command of a printed plan."""
+    found = []
+    for line in lines(JOBS[job](where), where, str(model), data, out):
+        for part in line.splitlines():
+            if part.startswith("  $ "):
+                words = shlex.split(part.removeprefix("  $ "))
+                first = next(i for i, word in enumerate(words) if not word.split("=")[0].isupper())
+                env = dict(word.split("=", 1) for word in words[:first])
+                found.append((env, words[first:]))
+    return found
+
+
+def launches(job, where, out, model="MODEL"):
+    return [
+        (env, words[words.index("--model-path") :])
+        for env, words in commands(job, where, out, model)
+        if "sglang.launch_server" in words
+    ]
+
+
+def programs(module, out):
+    return [
+        words[3:]
+        for job in JOBS
+        for where in MACHINES.values()
+        for _, words in commands(job, where, out, data="data.jsonl")
+        if words[2] == module
+    ]
+
+
+def asked(forks, name, env, options, flags):
+    """The JSON of one of our commands about this launch, on the reference engine.
+
+    SGLang's own variables of the real machine stay out: they ask for its kernels.
+    """
+    ours = {n: v for n, v in env.items() if "UNIFIED_KV_" in n and "HACK" not in n}
+    flags = [word.replace("PORT", "30000") for word in flags]
+    arguments = ["x", name, "--json", *options, "--", *flags, "--device", "cpu"]
+    ended = forks.run(COMMAND, ours | REFERENCE_ENGINE, (), arguments)
+    assert ended.stdout.startswith("{"), ended.stdout + ended.stderr
+    return json.loads(ended.stdout)
+
+
+def features(job):
+    if job.startswith("hisparse"):
+        return "HiSparse"
+    return "Exact reuse"
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_on_engages_and_off_is_stock(job, forks, pro, tmp_path, monkeypatch):
+    found = launches(job, MI355X, tmp_path, pro)
+    phases = [phase.name for phase in JOBS[job](MI355X).phases]
+    assert len(found) == len(phases)
+    for phase, (env, flags) in zip(phases, found, strict=True):
+        if phase == "verify" and "on" in phases:
+            # The same flags; its environment has one variable more.
+            assert flags == found[phases.index("on")][1]
+            assert env == found[phases.index("on")][0] | {"SGLANG_SWA_DBG_CHECKSUM": "1"}
+            continue
+        report = asked(forks, "doctor", env, (), flags)
+        wrong = {name: reasons for name, reasons in report["checks"].items() if reasons}
+        if phase == "off":
+            assert wrong.pop("requested") and "launch flags" not in wrong
+            assert not any(name.startswith("SGLANG_UNIFIED_KV_") for name in env)
+            continue
+        assert report["engages"] and not wrong, wrong
+        assert (report["feature"], report["decision"]) == (features(job), "engaged")
+        if features(job) == "Exact reuse":
+            on_rocm(report, env, monkeypatch)
+
+
+def on_rocm(report, env, monkeypatch):
+    """The decision where the platform is ROCm instead of the reference engine."""
+    facts = report["facts"]
+    facts["attention_backends"] = tuple(facts["attention_backends"])
+    rocm = replace(
+        engage.Facts(**facts),
+        is_hip=True,
+        reference_engine=False,
+        flashmla_backend=env["SGLANG_HACK_FLASHMLA_BACKEND"],
+    )
+    switches = (BIT_EXACT_HICACHE, BIT_EXACT_RADIX)
+    for name in switches:
+        monkeypatch.setenv(name, env.get(name, "0"))
+    decision = engage.decide(load_settings(), rocm)
+    assert decision == engage.Decision(engage.State.ENGAGED)
+
+
+WEIGHTS = {"prefill": 216, "decode": 125, "hisparse_tp8_dp8": 125}
+"""Gigabytes of weights of one GPU, an assumption: four or eight GPUs hold them all."""
+
+
+@pytest.mark.parametrize("job", WEIGHTS)
+def test_pools_hold_what_the_benchmarks_send(job, forks, pro, tmp_path):
+    env, flags = launches(job, MI355X, tmp_path, pro)[-1]
+    sizes = MI355X.sizes
+    new = sizes.output if job != "prefill" else 1
+    options = [*machine(WEIGHTS[job], host=400)[1:], "--new-tokens", str(new)]
+    report = asked(forks, "plan", env, options, [*flags, "--skip-tokenizer-init"])
+    ranks = 4 if job == "prefill" else 8
+    at_once = sizes.prefill[1] if job == "prefill" else max(sizes.decode)
+    assert report["prompt_tokens"] == sizes.input
+    assert report["slots"] * ranks >= at_once
+    assert min(report["prompts"].values()) * ranks >= at_once, report["prompts"]
+    assert report.get("host_shortfall", 0) == 0
+
+
+BENCH = """
+import json, sys
+from sglang.benchmark import serving
+serving.run_benchmark = lambda args: print(json.dumps(vars(args)), flush=True)
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["bench_serving", *command]
+    serving.cli_main()
+"""
+
+
+def test_benchmarks_are_parsed_by_sglangs_client(forks, tmp_path):
+    found = [
+        [w.replace("PORT", "30000") for w in p] for p in programs("sglang.bench_serving", tmp_path)
+    ]
+    assert len(found) > 20
+    ended = forks.run(BENCH, argv=["x", json.dumps(found)])
+    parsed = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert len(parsed) == len(found), ended.stderr
+    for args in parsed:
+        total = args["gsp_system_prompt_len"] + args["gsp_question_len"]
+        assert total in (50_000, 1_000)
+        assert args["gsp_system_prompt_len"] / total in (0.6, 0.8)
+        assert args["tokenize_prompt"] and args["cache_report"] and args["gsp_num_groups"] == 1
+    on_mi355x = [a for a in parsed if a["gsp_output_len"] == 1024]
+    assert {a["max_concurrency"] for a in on_mi355x} == {32, 48, 64}
+
+
+EVAL = """
+import json, runpy, sys, types
+class Parsed(types.ModuleType):
+    def __getattr__(self, name):
+        if name == "dump_metric":
+            raise KeyboardInterrupt
+        raise AttributeError(name)
+# The first thing that the client does with its arguments is to import this.
+sys.modules["sglang.test.test_utils"] = Parsed("parsed")
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["run_eval", *command]
+    try:
+        runpy.run_module("sglang.test.run_eval", run_name="__main__")
+    except KeyboardInterrupt:
+        print("parsed", flush=True)
+"""
+
+
+def test_evaluations_are_parsed_by_sglangs_client(forks, tmp_path):
+    found = programs("sglang.test.run_eval", tmp_path)
+    assert len(found) > 10
+    ended = forks.run(EVAL, argv=["x", json.dumps(found)])
+    assert ended.stdout.splitlines().count("parsed") == len(found), ended.stderr
+
+
+def test_checks_are_parsed_by_our_own_command(tmp_path):
+    found = programs("sglang_unified_kv.cli", tmp_path)
+    assert len(found) == 8
+    for name, *arguments in found:
+        context = get_command(app).commands[name].make_context(name, arguments)
+        assert context.params["url"] == "http://127.0.0.1:PORT"
+
+
+def test_the_published_launches_are_there(tmp_path):
+    """Spec by spec: parallelism, cache, speculation, storage."""
+
+    def flags(job):
+        return " ".join(launches(job, MI355X, tmp_path)[-1][1])
+
+    hicache = (
+        "--enable-hierarchical-cache --hicache-write-policy write_through "
+        "--hicache-io-backend direct --hicache-mem-layout layer_first"
+    )
+    eagle = (
+        "--speculative-algorithm EAGLE --speculative-num-steps 3 "
+        "--speculative-num-draft-tokens 4 --speculative-eagle-topk 1"
+    )
+    common = (
+        "--attention-backend dsv4 --page-size 256 --swa-full-tokens-ratio 0.1 --enable-cache-report"
+    )
+    assert all(common in flags(job) for job in JOBS)
+    assert all(hicache in flags(job) for job in ("prefill", "decode", "l3_restart"))
+    assert "--tp-size 4 --attn-dp-size 4" in flags("prefill")
+    assert "--tp-size 8 --attn-dp-size 8" in flags("decode") and eagle in flags("decode")
+    assert (
+        "--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete"
+        in flags("l3_restart")
+    )
+    env, _ = launches("l3_restart", MI355X, tmp_path)[0]
+    assert env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(tmp_path / "storage")
+    assert "--enable-hierarchical-cache" not in flags("radix_only")
+    assert "--tp-size 8" in flags("hisparse_tp8") and "dp-size" not in flags("hisparse_tp8")
+    assert "--tp-size 8 --attn-dp-size 8" in flags("hisparse_tp8_dp8")
+    assert MI355X.sizes.restart_prompt // 256 * 256 == 2304
+
+
+def test_sglang_knows_the_environment_of_the_real_machine():
+    from sglang.srt import environ
+
+    known = {name for name in vars(environ.Envs)}
+    unknown = {n for n in MI355X.env if n.startswith("SGLANG_") and n not in known}
+    # Read by its start-up script of ROCm, past the list of typed variables.
+    assert unknown <= {"SGLANG_USE_ROCM700A"}
