@@ -4,6 +4,7 @@
 
 Without ``--trace`` the traces are made up alone. Budgets are parts of the records that a checkpoint at every
 boundary would need for all pages of the trace; with ``--page-part`` the cache of pages is limited as well.
+``--fixed-sum GB`` divides a fixed sum of memory between pages and records instead.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from sglang_unified_kv.checkpoint.policy import POLICIES, policy_of
+from sglang_unified_kv.checkpoint.policy import PAGES_PER_RECORD, POLICIES, policy_of
 from sglang_unified_kv.placement.bound import (
     fewest_captures,
     hits_by_captures,
+    matches,
     most_hits,
 )
+from sglang_unified_kv.placement.observed import OBSERVATIONS, most_hits_by_class
 from sglang_unified_kv.placement.replay import Replay, Tally
 from sglang_unified_kv.placement.trace import (
     MADE_UP,
@@ -36,8 +39,12 @@ from sglang_unified_kv.placement.trace import (
 
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
 PARTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
+SEEN_AT = 0.05
+"""Captures, in parts of grid 1's, of the bound for policies that go by what they see."""
 RECORD_MB, PAGE_MB = 9.224, 2.3
 """Of DeepSeek-V4-Pro."""
+SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+"""Parts of a fixed sum of memory that are tried for records."""
 SHOWN = [name for name in POLICIES if name != "grid"]
 _requests: dict[str, list[Request]] = {}
 
@@ -58,6 +65,10 @@ def main(
     page_part: Annotated[
         int, typer.Option(min=1, help="The cache holds this part of the trace's pages.")
     ] = 1,
+    fixed_sum: Annotated[
+        list[float] | None,
+        typer.Option(help="GB that pages and records share; may be given more than once."),
+    ] = None,
     processes: Annotated[int, typer.Option(min=1)] = 2,
     plot: Annotated[Path | None, typer.Option(help="Write curves here.")] = None,
     json_file: Annotated[
@@ -72,6 +83,9 @@ def main(
     found = {}
     # Forked: the workers have the requests.
     with ProcessPoolExecutor(processes) as pool:
+        if fixed_sum:
+            show_parts(pool, fixed_sum)
+            return
         for name in _requests:
             found[name] = measure(pool, name, page_part)
             show(name, found[name])
@@ -93,6 +107,7 @@ def measure(pool: ProcessPoolExecutor, name: str, page_part: int) -> dict:
         for size in [unlimited, *records]
         for policy, stride in [*((p, 1) for p in SHOWN), *(("grid", s) for s in STRIDES)]
     }
+    seen = {o: pool.submit(bound_by, name, o, SEEN_AT * pages) for o in OBSERVATIONS if not limit}
     done = {job: future.result() for job, future in jobs.items()}
     limits = done["grid", 1, unlimited][2]
     ideal = sum(limits)
@@ -105,6 +120,7 @@ def measure(pool: ProcessPoolExecutor, name: str, page_part: int) -> dict:
         "unlimited": {policy: asdict(done[policy, 1, unlimited][0]) for policy in [*SHOWN, "grid"]},
         "fewest_captures": corners
         and {share: fewest_captures(corners, share * ideal) for share in (0.9, 0.95, 0.98, 1.0)},
+        "seen": {observed: future.result() for observed, future in seen.items()},
         "ideal_pages": ideal,
         "records": records,
         "bound": [hits * PAGE for hits in most_hits(requests, records, limits)],
@@ -126,6 +142,44 @@ def replay(
     run = Replay(chosen, records=records, pages=pages)
     limits = [run.serve(request).matched // PAGE for request in _requests[name]]
     return run.tally, time.perf_counter() - start, limits
+
+
+def bound_by(name: str, observed: str, captures: float) -> tuple[int, float]:
+    """Classes, and pages that no policy hits more than that goes by these."""
+    requests, observe = _requests[name], OBSERVATIONS[observed]
+    found = zip(requests, matches(requests), strict=True)
+    classes = {observe(r, m, n) for r, m in found for n in range(m + 1, len(r.pages) + 1)}
+    return len(classes), most_hits_by_class(requests, [captures], observe)[0]
+
+
+def show_parts(pool: ProcessPoolExecutor, sums: list[float]) -> None:
+    """Hits of the default policy by how a fixed sum of memory is divided."""
+    default = RECORD_MB / (RECORD_MB + PAGES_PER_RECORD * PAGE_MB)
+    for name, requests in _requests.items():
+        prompt = sum(r.prompt for r in requests)
+        table = Table(
+            title=f"{name}: hit tokens, % of prompts', by the records' part of the memory"
+        )
+        for column in ("GB", f"default, {default:.0%}", *(f"{s:.0%}" for s in SHARES)):
+            table.add_column(column, justify="right")
+        jobs = {
+            size: [
+                pool.submit(
+                    replay,
+                    name,
+                    "combined",
+                    1,
+                    max(int(size * 1e3 * share / RECORD_MB), 1),
+                    int(size * 1e3 * (1 - share) / PAGE_MB),
+                )
+                for share in (default, *SHARES)
+            ]
+            for size in sums
+        }
+        for size, futures in jobs.items():
+            hits = [future.result()[0].hit / prompt for future in futures]
+            table.add_row(f"{size:g}", *(f"{h:.2%}" for h in hits))
+        Console(width=140).print(table)
 
 
 def best_grid(found: dict, budget: int) -> tuple[int, int]:
@@ -170,6 +224,11 @@ def show(name: str, found: dict) -> None:
             for share, captures in found["fewest_captures"].items()
         )
         console.print(f"Who knows the future must capture at least, for {bounds} of grid 1's.")
+    for observed, (classes, pages) in found["seen"].items():
+        console.print(
+            f"Policies that go by {classes:,} classes of boundaries ({observed}): at most "
+            f"{pages / max(found['ideal_pages'], 1):.2%} of hits at {SEEN_AT:.0%} of captures."
+        )
     table = Table(
         title="Hits, % of what the tree holds, by budget (captured, % of grid 1; evictions)"
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_up_engine import PAGE, Engine, chain
-from sglang_unified_kv.checkpoint.density import FORGET_AFTER, REMEMBERED, Density
+from sglang_unified_kv.checkpoint.density import FORGET_AFTER, REMEMBERED, Density, _within
 from sglang_unified_kv.checkpoint.policy import POLICIES, Grid, Path, Span, Sparse, policy_of
 from sglang_unified_kv.checkpoint.publish import NewRange
 from sglang_unified_kv.checkpoint.store import CheckpointStore
@@ -127,12 +127,53 @@ def reused(density, name, after, pages=20):
     return density.admit([*names, "new"], pages * PAGE, pages * PAGE, (pages + 1) * PAGE)
 
 
+def left_at(density, place, times=60, pages=20):
+    """Prompts, each of which another leaves at ``place(i)`` pages at once; the grid of the latest."""
+    for i in range(times):
+        names = [f"{i}:{p}" for p in range(pages)]
+        density.admit(names, 0, 0, pages * PAGE)
+        density.publish(names[-1])
+        grid = density.admit([*names, "new"], 0, place(i) * PAGE, (pages + 1) * PAGE)
+    return grid
+
+
+def anywhere(i):
+    return 1 + 7 * i % 20
+
+
 def test_a_store_affords_what_it_can_hold_until_its_records_are_used():
-    # 100 requests of 20 pages between a record and its use, counted as 128.
-    for capacity, grid in ((128 * 30, 1), (128 * 12, 2), (128 * 4, 8), (128 * 2, 0), (128, 0)):
-        density = Density(capacity, PAGE)
-        assert reused(density, "r", 100) == grid, capacity
-        assert density.age == 128
+    for capacity, grid in ((1000, 1), (30, 2), (10, 6), (3, 16), (1, 0)):
+        assert left_at(Density(capacity, PAGE), anywhere) == grid, capacity
+
+
+def test_fillers_are_worth_what_leaves_beside_points():
+    density = Density(1000, PAGE)
+    assert density.worth == 0
+    left_at(density, lambda i: 20)
+    assert density.worth == 0
+    left_at(density, anywhere)
+    assert 0 < density.worth < 0.5
+    between = Density(1000, PAGE)
+    left_at(between, lambda i: 5)
+    assert between.worth == 1
+
+
+def test_a_filler_that_was_used_is_a_point():
+    density = Density(1000, PAGE)
+    density.publish("a", filler=True)
+    assert density._points == 0
+    for _ in range(2):
+        density.admit(["a", "b"], PAGE, PAGE, 2 * PAGE)
+        assert density._points == 1 and not density._since["a"][1]
+    assert density._elsewhere == density._at_points == 1
+
+
+def test_uses_between_two_powers_of_two_are_counted_in_part():
+    # A third at once, two thirds after two or three requests.
+    used = [1 / 3, 1 / 3, 1, 1]
+    assert [_within(used, age) for age in (-1, 0.5, 1, 2, 3, 99)] == pytest.approx(
+        [0, 1 / 6, 1 / 3, 1 / 3, 2 / 3, 1]
+    )
 
 
 def test_an_evicted_record_that_would_have_been_used_counts():
@@ -147,7 +188,8 @@ def test_an_evicted_record_that_would_have_been_used_counts():
 
 def test_rare_late_uses_do_not_count():
     density = Density(1000, PAGE)
-    assert reused(density, "late", 500) == 0 and density.age == 512
+    reused(density, "late", 500)
+    assert density.age == 512
     for i in range(200):
         reused(density, f"soon{i}", 1)
     assert density.age == 2
@@ -240,6 +282,27 @@ def test_what_only_fills_room_goes_first_and_counts_for_nobody_until_it_is_used(
     assert store.saving(names, 4 * PAGE) == PAGE and not store.get(names[2]).filler
 
 
+def test_a_filler_counts_by_its_worth():
+    store, names = CheckpointStore(4, PAGE, weighed=True), chain("r0", 8)
+    store.filler_worth = 0.25
+
+    def add(pages, filler):
+        saves = store.saving(names, pages * PAGE)
+        key, slot = names[pages - 1], store.reserve()
+        store.publish(
+            key, pages * PAGE, slot, replace=True, mixed=False, saves=saves, filler=filler
+        )
+        return store.get(key).saves
+
+    assert add(4, filler=True) == PAGE
+    # Over nothing 6 pages, over the filler 2: a quarter of the way.
+    assert add(6, filler=False) == 5 * PAGE
+    assert store.saving(names, 8 * PAGE) == 2 * PAGE
+    store.filler_worth = 1.0
+    assert store.saving(names, 6 * PAGE) == 2 * PAGE
+    assert add(5, filler=True) == PAGE
+
+
 def test_a_plain_store_ignores_it():
     store = CheckpointStore(2, PAGE)
     publish(store, "a", 5000)
@@ -319,10 +382,23 @@ def test_what_only_fills_room_is_published_as_such():
     store = engine.manager.store
     found = {r.boundary: (r.filler, r.saves) for r in map(store.get, store.order())}
     assert found == {256: (True, 0), 512: (True, 0), 768: (True, 0), 1024: (False, 1024)}
-    assert len(engine.manager.density._since) == 4
+    since = engine.manager.density._since
+    assert [filler for _, filler in since.values()] == [True, True, True, False]
     engine.manager.release("r0")
     engine.manager.reset()
     assert not engine.manager.density._since
+
+
+def test_the_store_learns_what_fillers_are_worth():
+    engine = Engine(policy=Sparse(PAGE, fills=True))
+    engine.fresh(0)
+    engine.forward([("r0", 0, 0, 1100)])
+    engine.commit("r0", 1100)
+    assert engine.manager.store.filler_worth == 0
+    engine.fresh(1)
+    # Nobody left where a point is.
+    engine.admit("r1", 0, 1100, matched=512)
+    assert engine.manager.store.filler_worth == engine.manager.density.worth == 1
 
 
 def test_a_hit_weighs_a_record_by_what_it_saves_now():

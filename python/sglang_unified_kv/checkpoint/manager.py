@@ -172,7 +172,10 @@ class CheckpointManager:
             resumed, matched, prompt: tokens, as :class:`~.policy.Path`.
         """
         self.stats.admitted(resumed, matched)
-        grid = self.density.admit(chain, resumed, matched, prompt) if self.policy.fills else 0
+        grid = 0
+        if self.policy.fills:
+            grid = self.density.admit(chain, resumed, matched, prompt)
+            self.store.filler_worth = self.density.worth
         self._paths[rid] = Path(resumed, matched, prompt, grid)
 
     def request_restore(self, rid: str, key: str, boundary: int) -> None:
@@ -415,7 +418,8 @@ class CheckpointManager:
         self.stats.superseded += self._pending.drop_outputs(rid, length, keep)
         fillers = self.policy.fillers(self._paths[rid])
         for boundary in self._pending.ready(rid, length) if self.policy.fills else ():
-            self.density.publish(chain[boundary // self.store.page_size - 1])
+            key = chain[boundary // self.store.page_size - 1]
+            self.density.publish(key, filler=boundary in fillers)
         return self._publisher.commit(rid, chain, length, new_ranges, fillers)
 
     def release(self, rid: str) -> None:

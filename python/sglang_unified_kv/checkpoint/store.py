@@ -66,6 +66,9 @@ class CheckpointStore:
         page_size: tokens per page.
         weighed: evict by score; otherwise by last use alone.
 
+    Attributes:
+        filler_worth: how likely a filler is used, in parts of other records, at most 1; may be set any time.
+
     >>> store = CheckpointStore(2, 256, weighed=True)
     >>> for key, saves in (("deep", 5120), ("shallow", 256), ("next", 512)):
     ...     _ = store.publish(key, 5120, store.reserve(), replace=True, mixed=False, saves=saves)
@@ -80,6 +83,7 @@ class CheckpointStore:
         self.page_size = page_size
         self.weighed = weighed
         self.evictions = 0
+        self.filler_worth = 0.0
         self.clear()
 
     def __len__(self) -> int:
@@ -163,7 +167,7 @@ class CheckpointStore:
                 otherwise an existing record stays and the slot is given back.
             mixed: recorded as :attr:`Record.mixed`.
             saves: as :attr:`Record.saves`, in tokens.
-            filler: as :attr:`Record.filler`; it saves nothing until it is used.
+            filler: as :attr:`Record.filler`; what it saves counts by :attr:`filler_worth` until it is used.
         """
         existing = self._records.get(key)
         if existing is not None and not replace:
@@ -173,7 +177,7 @@ class CheckpointStore:
             self.remove(key)
         self._reserved.remove(slot)
         record = self._records[key] = Record(
-            key, boundary, slot, mixed, saves=0 if filler else saves, filler=filler
+            key, boundary, slot, mixed, saves=self._worth(saves) if filler else saves, filler=filler
         )
         self._use(record)
         return Published.NEW if existing is None else Published.REPLACED
@@ -202,12 +206,25 @@ class CheckpointStore:
         return 0
 
     def saving(self, chain: Sequence[str], boundary: int) -> int:
-        """Tokens from the deepest record below ``boundary`` to it, fillers left out; ``chain`` as above."""
+        """Tokens from the deepest record below ``boundary`` to it; ``chain`` as above.
+
+        Fillers below count by :attr:`filler_worth`.
+        """
+        nearest = None
         for pages in range(boundary // self.page_size - 1, 0, -1):
             record = self._records.get(chain[pages - 1])
-            if record is not None and not record.filler:
-                return boundary - pages * self.page_size
-        return boundary
+            if record is None:
+                continue
+            saves = boundary - pages * self.page_size
+            nearest = saves if nearest is None else nearest
+            if not record.filler:
+                break
+        else:
+            saves = boundary
+        return saves - self._worth(saves - (saves if nearest is None else nearest))
+
+    def _worth(self, tokens: int) -> int:
+        return int(self.filler_worth * tokens)
 
     def get(self, key: str) -> Record | None:
         """The record of ``key``, without counting a use."""

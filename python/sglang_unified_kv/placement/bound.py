@@ -57,28 +57,37 @@ def hits_by_captures(requests: Sequence[Request]) -> list[Corner]:
     return corners
 
 
-def _tree(requests: Sequence[Request]) -> list[_Node]:
-    places: dict[int, int] = {}
-    children: dict[int, set[int]] = {}
-    found = matches(requests)
-    for request, match in zip(requests, found, strict=True):
+def useful_pages(requests: Sequence[Request]) -> dict[int, int]:
+    """Pages at whose end a checkpoint can be of use, and the prompts that leave a known path there.
+
+    These are the ends of what the tree held of a prompt, and where paths part: from any other page a
+    checkpoint can be moved down the path without a loss.
+    """
+    visits: dict[int, int] = {}
+    behind: dict[int, int] = {}
+    for request, match in zip(requests, matches(requests), strict=True):
         if match:
             page = request.pages[match - 1]
-            places[page] = places.get(page, 0) + 1
-        for before, page in zip([-1, *request.pages], request.pages, strict=False):
-            children.setdefault(before, set()).add(page)
-    forks = {page for page, behind in children.items() if page >= 0 and len(behind) > 1}
+            visits[page] = visits.get(page, 0) + 1
+        for page, after in zip(request.pages, request.pages[1:], strict=False):
+            if behind.setdefault(page, after) != after:
+                visits.setdefault(page, 0)
+    return visits
+
+
+def _tree(requests: Sequence[Request]) -> list[_Node]:
+    visits = useful_pages(requests)
     nodes = [_Node(0, 0, [])]
     index: dict[int, int] = {}
     for request in requests:
         above = 0
         for depth, page in enumerate(request.pages, 1):
-            if page not in places and page not in forks:
+            if page not in visits:
                 continue
             if page not in index:
                 index[page] = len(nodes)
                 nodes[above].children.append(len(nodes))
-                nodes.append(_Node(depth, places.get(page, 0), []))
+                nodes.append(_Node(depth, visits[page], []))
             above = index[page]
     return nodes
 

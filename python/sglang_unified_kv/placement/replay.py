@@ -145,6 +145,7 @@ class Replay:
         grid = 0
         if self.policy.fills:
             grid = self.density.admit(pages, hit, matched, request.prompt)
+            self.store.filler_worth = self.density.worth
         path = Path(hit, matched, request.prompt, grid)
         self._publisher.begin(rid, hit)
         for start in range(hit, request.prompt, self._chunk):
@@ -195,7 +196,7 @@ class Replay:
         known = self.tree.insert(pages[: length // self.page]) * self.page
         new = [NewRange(known, length, leaf=True)] if known < length else []
         self._pending.drop_outputs(rid, length, self.policy.output_tails)
-        if self.policy.fills:
-            for boundary in self._pending.ready(rid, length):
-                self.density.publish(pages[boundary // self.page - 1])
-        self._publisher.commit(rid, pages, length, new, self.policy.fillers(path))
+        fillers = self.policy.fillers(path)
+        for boundary in self._pending.ready(rid, length) if self.policy.fills else ():
+            self.density.publish(pages[boundary // self.page - 1], filler=boundary in fillers)
+        self._publisher.commit(rid, pages, length, new, fillers)
