@@ -98,6 +98,10 @@ def run(args, folder: Path) -> tuple[str, float, float, contextlib.ExitStack]:
     config.write_text(
         "global: {scrape_interval: 1s}\nscrape_configs:\n"
         f"  - job_name: sglang\n    static_configs: [{{targets: [{targets}]}}]\n"
+        # Prometheus 2 is answered with sglang_ for sglang: (docs/metrics.md).
+        "    metric_relabel_configs:\n"
+        "      - {source_labels: [__name__], regex: 'sglang_(.*)', target_label: __name__, "
+        "replacement: 'sglang:$1'}\n"
     )
     listen = f"127.0.0.1:{port}"
     prometheus = [str(args.prometheus), f"--config.file={config}"]
@@ -138,45 +142,46 @@ def ask(
     return series
 
 
+def lines_of(panel: dict, url: str, begin: float, end: float) -> list[tuple[str, list, list]]:
+    """(legend, seconds since the start, values) of every series that a panel shows."""
+    found = []
+    for target in panel["targets"]:
+        for labels, times, values in ask(url, target["expr"], begin, end):
+            legend = re.sub(
+                r"{{(\w+)}}", lambda m, of=labels: of.get(m[1], ""), target["legendFormat"]
+            )
+            found.append((legend.strip(), [t - begin for t in times], values))
+    return found
+
+
 def draw(url: str, begin: float, end: float, out: Path) -> list[str]:
     """Draw every panel in its place; returns the titles of those that no series answers."""
     panels = json.loads(DASHBOARD.read_text())["panels"]
     height = max(p["gridPos"]["y"] + p["gridPos"]["h"] for p in panels)
-    figure = Figure(figsize=(20, height * 0.42))
+    figure = Figure(figsize=(20, height * 0.36))
     empty = []
     for panel in panels:
         at = panel["gridPos"]
         bottom = 1 - (at["y"] + at["h"]) / height
         if panel["type"] == "row":
-            figure.text(0.01, bottom + 0.2 / height, panel["title"], fontsize=15, weight="bold")
+            figure.text(0.01, bottom, panel["title"], fontsize=15, weight="bold")
             continue
-        pads = 0.03, 1.7 / height
-        axes = figure.add_axes(
-            (
-                at["x"] / 24 + pads[0],
-                bottom + pads[1],
-                at["w"] / 24 - 1.4 * pads[0],
-                at["h"] / height - 2.0 * pads[1],
-            )
-        )
+        width = at["w"] / 24 - 0.035
+        place = (at["x"] / 24 + 0.025, bottom + 0.7 / height, width, (at["h"] - 1.9) / height)
+        axes = figure.add_axes(place)
         axes.set_title(f"{panel['title']} ({panel['fieldConfig']['defaults']['unit']})", fontsize=9)
-        lines = []
-        for target in panel["targets"]:
-            for labels, times, values in ask(url, target["expr"], begin, end):
-                legend = re.sub(
-                    r"{{(\w+)}}", lambda m, of=labels: of.get(m[1], ""), target["legendFormat"]
-                )
-                lines.append((legend, times, values))
-        if not lines:
-            empty.append(panel["title"])
+        lines = lines_of(panel, url, begin, end)
         for legend, times, values in lines:
-            axes.plot([t - begin for t in times], values, label=legend, linewidth=1.2)
-        axes.set_ylim(bottom=0)
+            axes.plot(times, values, label=legend, linewidth=1.2)
+        # Room for the legend above the lines.
+        axes.set_ylim(0, 1.4 * max((v for *_, values in lines for v in values), default=0) or 1)
+        axes.set_xlim(0, end - begin)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)
-        axes.set_xlim(0, end - begin)
         if lines:
-            axes.legend(fontsize=6, loc="upper left", ncols=2)
+            axes.legend(fontsize=7, loc="upper left", ncols=1 if len(lines) < 3 else 2)
+        else:
+            empty.append(panel["title"])
     figure.text(0.99, 0.002, "seconds since the start of the run", ha="right", fontsize=8)
     figure.savefig(out, dpi=70)
     return empty

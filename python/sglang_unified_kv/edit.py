@@ -14,7 +14,7 @@ Declarations import neither sglang nor torch, so the series can be listed withou
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -155,8 +155,8 @@ class Series:
         """Install every edit; see :func:`apply`."""
         apply([self])
 
-    def _install_all(self) -> list[str]:
-        """Install what :func:`preflight` has passed; what the audit says of it."""
+    def _install_all(self) -> None:
+        """Install what :func:`preflight` has passed."""
         with _propagated_at_once():
             for edit in self._edits:
                 try:
@@ -165,7 +165,6 @@ class Series:
                     raise EditError(
                         [f"{edit.kind.value} {edit.target}: applying failed: {error!r}"]
                     ) from error
-        return self.audit()
 
     def _install(self, edit: Edit) -> None:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
@@ -186,20 +185,22 @@ class Series:
 
     def audit(self) -> list[str]:
         """Every target that is no longer what ``apply`` installed; empty when all edits are live."""
+        return audit([self])
+
+    def _changed(self, originals: dict[int, list[str]]) -> Iterator[str]:
+        """Targets that changed; notes the bare functions that wraps stand in front of."""
         from sglang.srt.plugins.hook_registry import HookRegistry
 
-        reasons = []
-        originals: dict[int, list[str]] = {}
         for edit in self._edits:
             if edit.kind in (Kind.OVERRIDE, Kind.RELIES_ON):
                 continue
             where = f"{edit.kind.value} {edit.target}"
             if edit.target not in self._installed:
-                reasons.append(f"{where}: was never applied")
+                yield f"{where}: was never applied"
                 continue
             installed = self._installed[edit.target]
             if resolve(edit.target).get() is not installed:
-                reasons.append(f"{where}: is no longer the object that was installed")
+                yield f"{where}: is no longer the object that was installed"
             foreign = [
                 s
                 for _, hook, s in HookRegistry._hooks.get(edit.dotted, ())
@@ -207,18 +208,24 @@ class Series:
             ]
             if foreign:
                 names = sorted({s.plugin_name if s else "unknown" for s in foreign})
-                reasons.append(f"{where}: another plugin registered a hook ({', '.join(names)})")
+                yield f"{where}: another plugin registered a hook ({', '.join(names)})"
             original = getattr(plain_function(installed), "__wrapped__", None)
             if edit.kind in (Kind.WRAP, Kind.REPLACE) and original is not None:
                 originals.setdefault(id(original), []).append(where)
-        # Modules that still hold the bare upstream function through ``from ... import``.
-        stale = {
-            (where, module.__name__): None
-            for module, _, value in _bindings()
-            if getattr(module, "__name__", "").startswith("sglang.")
-            for where in originals.get(id(value), ())
-        }
-        return reasons + [f"{where}: {name} still holds the original" for where, name in stale]
+
+
+def audit(series: Iterable[Series]) -> list[str]:
+    """As :meth:`Series.audit` for several, with one walk over all modules, which is what takes the time."""
+    originals: dict[int, list[str]] = {}
+    reasons = [reason for one in series for reason in one._changed(originals)]
+    # Modules that still hold the bare upstream function through ``from ... import``.
+    stale = {
+        (where, module.__name__): None
+        for module, _, value in _bindings()
+        if getattr(module, "__name__", "").startswith("sglang.")
+        for where in originals.get(id(value), ())
+    }
+    return reasons + [f"{where}: {name} still holds the original" for where, name in stale]
 
 
 def preflight(series: Sequence[Series]) -> list[str]:
@@ -251,7 +258,9 @@ def apply(series: Sequence[Series]) -> None:
     """
     reasons = preflight(series)
     if not reasons:
-        reasons = [reason for one in series for reason in one._install_all()]
+        for one in series:
+            one._install_all()
+        reasons = audit(series)
     if reasons:
         raise EditError(reasons)
 

@@ -9,7 +9,7 @@ import prometheus_client
 import pytest
 from made_up_engine import Engine
 from sglang_unified_kv.checkpoint.stats import Stats
-from sglang_unified_kv.edits import report
+from sglang_unified_kv.edits import report, samples
 from sglang_unified_kv.metrics import ANY, BY_NAME, EXACT, METRICS, Exporter, Metric, Sample
 
 LABELS = {"model_name": "tiny", "tp_rank": 1}
@@ -125,10 +125,10 @@ TOLD = {
 
 
 def samples_of(manager):
-    parts = (report._gate, report._records, report._storage)
-    samples = [sample for part in parts for sample in part(manager)]
-    found = {(s.name.removeprefix("sglang:unified_kv_"), *s.labels): s.value for s in samples}
-    assert len(found) == len(samples)
+    parts = (samples._gate, samples._records, samples._storage)
+    values = [sample for part in parts for sample in part(manager)]
+    found = {(s.name.removeprefix("sglang:unified_kv_"), *s.labels): s.value for s in values}
+    assert len(found) == len(values)
     return found
 
 

@@ -12,7 +12,7 @@ from oracle import (
 )
 from rank_pair import engine_of, rank_pair
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang_unified_kv.edits.report import samples_of
+from sglang_unified_kv.edits.samples import samples_of
 from sglang_unified_kv.reference.harness import prompt
 from storage_folder import STORAGE, at, records
 

@@ -48,8 +48,7 @@ def check(
         bool, typer.Option("--attest-only", help="Do that alone; no prompt is sent.")
     ] = False,
 ) -> None:
-    """Compare what the ranks run; then send identical prompts whose prefix is cached, and count the answers
-    that are not alike.
+    """Compare what the ranks run, then the answers to identical prompts whose prefix is cached.
 
     Nothing is flushed: the prompts are random, so that each one's first run is cold. Other traffic
     does no harm but may evict what is to be reused.
