@@ -280,4 +280,4 @@ class Recall(Step):
         seen = rules.hisparse_tokens(server.log_since(start))
         faults = rules.swap_faults(seen, answer.prompt_tokens, tokens, machine.hot_rows)
         needed = f"hot buffer of {machine.hot_rows} on the device, every row on the host"
-        yield judge("rows that swap", not faults, "; ".join(faults) or seen[-1], needed)
+        yield judge("rows that swap", not faults, "; ".join(faults) or max(seen), needed)
