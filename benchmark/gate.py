@@ -66,10 +66,11 @@ def main(
 
 
 def measure(engine, repeats: int) -> dict[str, float]:
-    """Median milliseconds of a stock match, and of gated ones with and without the request's hashes."""
+    """Median milliseconds of a stock match, of gated ones and of what an admission adds."""
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    from sglang_unified_kv.edits.strict_cache import StrictUnifiedRadixCache
 
     tree = engine.tree
     text = array("q", (7 * i % 1000 + i // 1000 for i in range(TOKENS + 1)))
@@ -93,10 +94,14 @@ def measure(engine, repeats: int) -> dict[str, float]:
         return MatchPrefixParams(key=RadixKey(text, limit=TOKENS), req=req)
 
     known = Request()
+    view = tree._view(RadixKey(text, limit=TOKENS))
     cases = {
         "stock": lambda: stock(None),
         "gated, first match of a request": lambda: gated(Request()),
         "gated, later matches": lambda: gated(known),
+        "match that an admission adds": lambda: super(StrictUnifiedRadixCache, tree).match_prefix(
+            MatchPrefixParams(key=view, req=known)
+        ),
         "hashing alone": lambda: tree._chain(None, RadixKey(text)),
     }
     times: dict[str, list[float]] = {name: [] for name in cases}

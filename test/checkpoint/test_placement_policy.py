@@ -146,6 +146,22 @@ def test_a_store_affords_what_it_can_hold_until_its_records_are_used():
         assert left_at(Density(capacity, PAGE), anywhere) == grid, capacity
 
 
+def test_fillers_take_no_room_from_points_for_little():
+    def grid(capacity, every, pages=20):
+        """Uses come 40 requests later, and one in ``every`` leaves five pages before the point."""
+        density = Density(capacity, PAGE)
+        for i in range(200):
+            density.admit([f"{i}:{p}" for p in range(pages)], 0, 0, pages * PAGE)
+            density.publish(f"{i}:{pages - 1}")
+            names = [*(f"{i - 40}:{p}" for p in range(pages)), "new"]
+            matched = 0 if i < 40 else 15 if i % every == 0 else pages
+            found = density.admit(names, 0, matched * PAGE, (pages + 1) * PAGE)
+        return found
+
+    # A store that holds all points for as long as they are used, and one with room beside them.
+    assert grid(120, 50) == 0 and grid(2000, 50) > 0
+
+
 def test_fillers_are_worth_what_leaves_beside_points():
     density = Density(1000, PAGE)
     assert density.worth == 0

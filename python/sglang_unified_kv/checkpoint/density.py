@@ -15,6 +15,8 @@ GRIDS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Pages between checkpoints that are considered."""
 COVERED = 0.99
 """Part of what hits save within whose age records of points are held at least."""
+GAIN = 0.03
+"""Part by which hits must be expected to grow if fillers take room from points that are still used."""
 FORGET_AFTER = 4096
 """Requests after which everything counts half."""
 REMEMBERED = 1 << 16
@@ -129,8 +131,10 @@ class Density:
     def _grid(self) -> int:
         """The grid beside points with which hits are expected to be longest."""
         points, new = self._points / self._counted, self._new_pages / self._counted
-        used, worth, held = self._used(), self.worth, points * self.age
+        used, worth, age_of_all = self._used(), self.worth, self.age
+        held = points * age_of_all
         best, chosen = self._served * _within(used, self._capacity / max(points, 1e-9)), 0
+        least = best * (1 + GAIN)
         for grid, more in zip(reversed(GRIDS), reversed(self._more), strict=True):
             fillers = max(new / grid, 1e-9)
             # A request's captures wait for its end in slots of their own.
@@ -139,7 +143,7 @@ class Density:
             # Fillers last by their worth, or in what is left beside all points that are still used.
             spare = max(worth * age, (room - held) / fillers)
             value = self._served * _within(used, age) + more * _within(used, spare)
-            if value >= best:
+            if value >= (best if room - held >= fillers * age_of_all else max(best, least)):
                 best, chosen = value, grid
         return chosen
 
