@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -174,7 +175,8 @@ def draw(url: str, begin: float, end: float, out: Path) -> list[str]:
         for legend, times, values in lines:
             axes.plot(times, values, label=legend, linewidth=1.2)
         # Room for the legend above the lines.
-        axes.set_ylim(0, 1.4 * max((v for *_, values in lines for v in values), default=0) or 1)
+        shown = [v for *_, values in lines for v in values if math.isfinite(v)]
+        axes.set_ylim(0, 1.4 * max(shown, default=0) or 1)
         axes.set_xlim(0, end - begin)
         axes.tick_params(labelsize=7)
         axes.grid(alpha=0.3)

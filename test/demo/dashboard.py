@@ -59,7 +59,7 @@ def selectors(expr: str) -> list[Selector]:
 def _walk(node: Any, grouped: frozenset[str]) -> Iterator[Selector]:
     if isinstance(node, promql_parser.VectorSelector):
         values = {m.name: m.value for m in node.matchers.matchers}
-        yield Selector(node.name, grouped | values.keys(), values)
+        yield Selector(node.name, grouped | frozenset(values), values)
     elif isinstance(node, promql_parser.MatrixSelector):
         yield from _walk(node.vector_selector, grouped)
     elif isinstance(node, promql_parser.AggregateExpr):
