@@ -19,6 +19,7 @@ import contextlib  # noqa: E402
 import pytest  # noqa: E402
 from forks import fork_server  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from sglang_unified_kv import engage  # noqa: E402
 from sglang_unified_kv.reference import harness  # noqa: E402, F401  (before SGLang, for a GPU)
 
 # An example may take as long as the machine makes it.
@@ -74,7 +75,11 @@ def make_engine(model_path):
         }
         with environment(**(switch | (env or {}))):
             options = {"hicache": True, "max_total_tokens": 12288, **server_args}
-            with InProcessEngine(model, **options) as engine:
-                yield engine
+            try:
+                with InProcessEngine(model, **options) as engine:
+                    yield engine
+            finally:
+                # SGLang's sizer asks: what a later test builds without an engine is nobody's.
+                engage.reset()
 
     return make

@@ -52,7 +52,7 @@ def test_device_hits_without_hicache(make):
 
 def test_a_step_whose_captures_nobody_took_ends_the_process(make, monkeypatch):
     with make(**EAGLE) as engine:
-        monkeypatch.setattr(model_runner, "capture_ends", lambda: None)
+        monkeypatch.setattr(model_runner, "capture_ends", lambda active: None)
         with pytest.raises(CheckpointError, match="without the forward that its captures follow"):
             engine.run(TEXT)
 

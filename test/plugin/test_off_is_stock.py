@@ -46,5 +46,6 @@ def test_both_entries_with_the_product_off_equal_the_reference_entry_alone(forks
     assert set(product) <= {
         "sglang_unified_kv",
         "sglang_unified_kv.edit",
+        "sglang_unified_kv.edit_check",
         "sglang_unified_kv.plugin",
     }

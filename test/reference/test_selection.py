@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from sglang_unified_kv import edit
 from sglang_unified_kv.reference.edits import SERIES
 from sglang_unified_kv.reference.ops import arithmetic
 from sglang_unified_kv.reference.plugin import (
@@ -134,7 +135,7 @@ print("served without the engine")
 
 def test_a_changed_sglang_is_refused_with_every_reason(monkeypatch, capsys):
     findings = ["replace a:b: source fingerprint is 1, expected 2", "wrap c:d: target is missing"]
-    monkeypatch.setattr(SERIES, "preflight", lambda: findings)
+    monkeypatch.setattr(edit, "preflight", lambda series: findings)
     for name in REQUIRED_ENVIRONMENT:
         monkeypatch.setenv(name, REQUIRED_ENVIRONMENT[name])
     monkeypatch.setenv(ENV, "1")
