@@ -1,7 +1,7 @@
 """The whole engine with the fixes: what stock loses under load, and that nothing else changes."""
 
 import pytest
-from sglang_unified_kv.config import RING_FIXES
+from sglang_unified_kv.config import BIT_EXACT_RADIX, RING_FIXES
 from sglang_unified_kv.edits.report import attestation_of, features_of
 from sglang_unified_kv.edits.ring_allocator import counted
 from sglang_unified_kv.reference.harness import prompt
@@ -20,7 +20,7 @@ def under_load(engine) -> tuple[list[list[int]], list[int]]:
 
 
 def run(make_engine, fixes, exact, **server_args):
-    env = {RING_FIXES: str(int(fixes))}
+    env = {RING_FIXES: str(int(fixes)), BIT_EXACT_RADIX: str(int(exact))}
     with make_engine(stock=not exact, env=env, max_running_requests=4, **server_args) as engine:
         found = under_load(engine)
         assert counted(engine.scheduler.token_to_kv_pool_allocator) is fixes
