@@ -4,7 +4,7 @@ import typing
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_engine import PAGE, Engine, chain
 from sglang_unified_kv.checkpoint.density import FORGET_AFTER, REMEMBERED, Density, _within
@@ -37,6 +37,7 @@ paths = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(policies, paths, st.lists(st.integers(1, 900), min_size=1, max_size=8))
 def test_chunking_does_not_change_what_is_captured(policy, path, chunks):
     found, position = [], path.resumed
@@ -47,6 +48,7 @@ def test_chunking_does_not_change_what_is_captured(policy, path, chunks):
     assert found == sorted(set(found)) and all(b % PAGE == 0 and b > path.resumed for b in found)
 
 
+@settings(deadline=None)
 @given(paths, st.integers(1, 2))
 def test_tails_are_where_the_same_and_a_longer_prompt_resume(path, spare):
     found = Sparse(PAGE, spare).boundaries(Span(path.resumed, path.prompt), path)
@@ -54,12 +56,14 @@ def test_tails_are_where_the_same_and_a_longer_prompt_resume(path, spare):
     assert set(found) == {b for b in (usable, path.prompt // PAGE * PAGE) if b > path.resumed}
 
 
+@settings(deadline=None)
 @given(paths)
 def test_a_known_path_is_captured_where_it_is_left(path):
     found = Sparse(PAGE, branch=True).boundaries(Span(path.resumed, path.prompt), path)
     assert (path.matched in found) == (path.matched > path.resumed)
 
 
+@settings(deadline=None)
 @given(paths, st.integers(1, 3), st.sampled_from([0, 4]))
 def test_a_tail_saves_what_it_must_and_no_hit_loses_more(path, least, share):
     policy = Sparse(PAGE, least=least, share=share)
@@ -77,6 +81,7 @@ def test_outputs_are_counted_from_the_deepest_checkpoint_of_the_prompt():
     assert Sparse(PAGE, output_every=2).boundaries(Span(1023, 1024), path) == [1024]
 
 
+@settings(deadline=None)
 @given(policies, paths)
 def test_fillers_are_what_the_grid_adds(policy, path):
     span = Span(path.resumed, path.prompt)

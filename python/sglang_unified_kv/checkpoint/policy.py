@@ -69,7 +69,7 @@ class PlacementPolicy(Protocol):
         ...
 
     def fillers(self, path: Path) -> set[int]:
-        """Boundaries among them that are captured only because there is room: the first to go."""
+        """Boundaries among them that are captured only because there is room."""
         ...
 
 

@@ -25,7 +25,7 @@ class Record:
         live: False once the store no longer offers it (its slot is freed with the last pin).
         stored: storage was given it, or it came from there.
         saves: tokens that a hit saves over the next shallower checkpoint, when it was last used.
-        filler: was captured because there was room, and nobody has used it: the first to go.
+        filler: was captured because there was room, and nobody has used it.
         rank: (score, use) of its last use; the lowest goes first.
     """
 
