@@ -151,20 +151,26 @@ def test_a_store_affords_what_it_can_hold_until_its_records_are_used():
         assert left_at(Density(capacity, PAGE), anywhere) == grid, capacity
 
 
-def test_fillers_take_no_room_from_points_for_little():
-    def grid(capacity, every, pages=20):
-        """Uses come 40 requests later, and one in ``every`` leaves five pages before the point."""
-        density = Density(capacity, PAGE)
-        for i in range(200):
-            density.admit([f"{i}:{p}" for p in range(pages)], 0, 0, pages * PAGE)
-            density.publish(f"{i}:{pages - 1}")
-            names = [*(f"{i - 40}:{p}" for p in range(pages)), "new"]
-            matched = 0 if i < 40 else 15 if i % every == 0 else pages
-            found = density.admit(names, 0, matched * PAGE, (pages + 1) * PAGE)
-        return found
+def used_later(density, lag, every, place, pages=20):
+    """Uses come ``lag`` requests later, one in ``every`` leaves at ``place`` pages; the latest grid."""
+    for i in range(160):
+        density.admit([f"{i}:{p}" for p in range(pages)], 0, 0, pages * PAGE)
+        density.publish(f"{i}:{pages - 1}")
+        names = [*(f"{i - lag}:{p}" for p in range(pages)), "new"]
+        matched = 0 if i < lag else place if i % every == 0 else pages
+        found = density.admit(names, 0, matched * PAGE, (pages + 1) * PAGE)
+    return found
 
+
+def test_fillers_take_no_room_from_points_for_little():
     # A store that holds all points for as long as they are used, and one with room beside them.
-    assert grid(120, 50) == 0 and grid(2000, 50) > 0
+    assert used_later(Density(120, PAGE), 40, 50, 15) == 0
+    assert used_later(Density(2000, PAGE), 40, 50, 15) > 0
+
+
+def test_a_grid_cuts_half_a_step_short_and_lasts_in_the_room_that_points_leave():
+    assert used_later(Density(40, PAGE), 3, 2, 3) == 4
+    assert used_later(Density(160, PAGE), 10, 2, 3) == 4
 
 
 def test_fillers_are_worth_what_leaves_beside_points():
@@ -177,6 +183,24 @@ def test_fillers_are_worth_what_leaves_beside_points():
     between = Density(1000, PAGE)
     left_at(between, lambda i: 5)
     assert between.worth == 1
+    mostly = Density(1000, PAGE)
+    left_at(mostly, lambda i: 5 if i else 20)
+    assert mostly.worth == 1
+
+
+def test_what_counts_half_counts_in_the_same_proportions():
+    density = Density(1000, PAGE)
+    left_at(density, anywhere)
+
+    def figures():
+        sums = (density._points, density._new_pages, density._served, *density._more)
+        return [density.worth, sum(density._saved) / density._served, *density._used()] + [
+            value / density._counted for value in sums
+        ]
+
+    before, requests = figures(), density._counted
+    density._halve()
+    assert figures() == pytest.approx(before) and density._counted == requests / 2
 
 
 def test_a_filler_that_was_used_is_a_point():

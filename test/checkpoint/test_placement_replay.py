@@ -192,3 +192,12 @@ def test_the_default_hits_at_least_as_much_as_the_best_grid(name):
         ours = Replay(policy_of("combined", page_size=PAGE), records=records).run(requests)
         grids = [Replay(Grid(PAGE, 2**i), records=records).run(requests).hit for i in range(7)]
         assert ours.hit >= 0.998 * max(grids), (part, ours.hit, grids)
+
+
+@pytest.mark.slow
+def test_where_prompts_leave_anywhere_the_default_captures_like_a_grid():
+    requests = made_up("cuts", 1500)
+    records = distinct_pages(requests) // 32
+    ours = Replay(policy_of("combined", page_size=PAGE), records=records).run(requests)
+    grids = [Replay(Grid(PAGE, 2**i), records=records).run(requests).hit for i in range(5)]
+    assert ours.hit >= 0.97 * max(grids)
