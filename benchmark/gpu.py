@@ -185,7 +185,7 @@ class Model:
                 manager.store.publish(key, PAGE, slot, replace=True, mixed=False)
             generation = manager._generation.get(i, 0) + 1
             manager.admit(f"h{i}", [key], PAGE, PAGE, PAGE + 1)
-            manager.request_restore(f"h{i}", key, PAGE)
+            manager.request_restore(f"h{i}", [key], PAGE)
             rows.append(Row(f"h{i}", i, generation, PAGE, PAGE + 1, False))
         manager.plan(rows)
         manager.begin_forward()

@@ -135,7 +135,7 @@ class Engine:
         """``other``'s prompt shares ``rid``'s first ``boundary`` tokens; resume and check every row."""
         self.fresh(slot)
         self.admit(other, boundary, length)
-        self.manager.request_restore(other, chain(rid)[boundary // PAGE - 1], boundary)
+        self.manager.request_restore(other, chain(rid), boundary)
         self.manager.plan([Row(other, slot, self.generation[slot], boundary, length, False)])
         self.manager.begin_forward()
         for i, ring in enumerate(self.rings):

@@ -105,7 +105,7 @@ def test_invariant_1_h4_new_leaf_replaces_and_a_skipped_capture_removes():
     assert engine.manager.store.deepest(same, 1023) == 0, "r0's record at 512 pairs with r2's pages"
     assert engine.manager.stats.replaced == 1 and engine.manager.stats.removed == 1
     engine.fresh(3)
-    engine.manager.request_restore("r3", same[3], 1024)
+    engine.manager.request_restore("r3", same, 1024)
     engine.plan([Row("r3", 3, engine.generation[3], 1024, 1100, False)])
     engine.manager.begin_forward()
     assert engine.rings[0].buffer[3 * WINDOW, 0] == 2, "the record must be r2's"
@@ -163,7 +163,7 @@ def test_a_run_that_resumed_from_a_checkpoint_stays_pure_under_strict_provenance
     engine.forward([("r0", 0, 0, 600)])
     engine.commit("r0", 512)
     engine.fresh(1)
-    engine.manager.request_restore("r1", chain("r0")[1], 512)
+    engine.manager.request_restore("r1", chain("r0"), 512)
     engine.forward([("r1", 1, 512, 1100)])
     engine.manager.commit("r1", chain("r0"), 1024, [NewRange(512, 1024, leaf=True)])
     assert engine.manager.store.deepest(chain("r0"), 1100) == 1024
@@ -242,7 +242,7 @@ def test_invariant_3_h6_a_fresh_row_without_its_restore_ends_the_process():
     engine.forward([("r0", 0, 0, 600)])
     engine.commit("r0", 512)
     with pytest.raises(CheckpointError, match="admitted at 768 tokens but no checkpoint"):
-        engine.manager.request_restore("r1", chain("r0")[2], 768)
+        engine.manager.request_restore("r1", chain("r0"), 768)
     engine.fresh(1)
     with pytest.raises(CheckpointError, match="fresh slot 1, restore from 0"):
         engine.forward([("r1", 1, 512, 600)])
@@ -253,7 +253,7 @@ def test_invariant_3_a_continued_row_must_not_be_restored():
     engine.fresh(0)
     engine.forward([("r0", 0, 0, 600)])
     engine.commit("r0", 512)
-    engine.manager.request_restore("r0", chain("r0")[1], 512)
+    engine.manager.request_restore("r0", chain("r0"), 512)
     with pytest.raises(CheckpointError, match="its own slot 0, restore from 512"):
         engine.forward([("r0", 0, 600, 700)])
 
@@ -274,7 +274,7 @@ def test_invariant_3_h6_captures_of_a_batch_never_evict_what_it_restores():
     engine.forward([("r0", 0, 0, 512)])
     engine.commit("r0", 512)
     engine.fresh(1)
-    engine.manager.request_restore("r1", chain("r0")[1], 512)
+    engine.manager.request_restore("r1", chain("r0"), 512)
     engine.fresh(2)
     engine.forward([("r2", 2, 0, 600), ("r1", 1, 512, 600)])
     assert chain("r0")[1] in engine.manager.store and engine.manager.stats.dropped_no_slot == 1
@@ -288,7 +288,7 @@ def test_invariant_6_h21_release_leaves_nothing_pinned_or_pending():
     engine.fresh(0)
     engine.forward([("r0", 0, 0, 600)])
     engine.commit("r0", 512)
-    engine.manager.request_restore("r1", chain("r0")[1], 512)
+    engine.manager.request_restore("r1", chain("r0"), 512)
     engine.forward([("r0", 0, 600, 800)])
     for rid in ("r1", "r0", "never seen"):
         engine.manager.release(rid)

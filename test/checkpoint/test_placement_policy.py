@@ -453,9 +453,30 @@ def test_a_hit_weighs_a_record_by_what_it_saves_now():
     engine.commit("r0", 1100)
     store, names = engine.manager.store, chain("r0")
     store.publish(names[2], 768, store.reserve(), replace=True, mixed=False)
+    before = store.get(names[3]).saves
     engine.manager.touch(names, 1024)
     engine.manager.touch(names, 0)
+    assert store.get(names[3]).saves == before > 256, "queued: young, and weighed when it is used"
+    engine.manager.request_restore("r1", names, 1024)
     assert store.get(names[3]).saves == 256
+
+
+def test_a_record_of_storage_is_a_point():
+    density = Density(8, PAGE)
+    names = chain("r0")
+    for _ in range(3):
+        density.admit(names, 512, 512, 700)
+    assert (density._at_points, density._elsewhere) == (3, 0)
+    assert density.worth == 0
+
+
+def test_what_was_of_use_is_no_filler_when_it_is_captured_again():
+    density = Density(8, PAGE)
+    names = chain("r0")
+    density.publish(names[1], filler=True)
+    density.admit(names, 512, 512, 700)
+    density.publish(names[1], filler=True)
+    assert density._deepest(names, 2, fillers=False) == 2
 
 
 def test_a_request_that_nobody_admitted_gets_no_row():

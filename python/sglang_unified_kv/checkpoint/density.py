@@ -51,7 +51,8 @@ class Density:
         self._more = [0.0] * len(GRIDS)
 
     def publish(self, key: str | int, *, filler: bool = False) -> None:
-        """A record was published."""
+        """A record was published. A key that was of use once is no filler any more."""
+        filler = filler and self._since.get(key, (0, True))[1]
         self._points += not filler
         self._note(key, filler)
 
@@ -69,7 +70,10 @@ class Density:
             chain: page hashes of the prompt, at least of what was matched.
             resumed, matched, prompt: tokens, as :class:`~.policy.Path`.
         """
-        pages = matched // self._page
+        pages, start = matched // self._page, resumed // self._page
+        if start and chain[start - 1] not in self._since:
+            # Of storage, or published too long ago to be remembered.
+            self.publish(chain[start - 1])
         deepest = self._deepest(chain, pages)
         if pages:
             point = self._deepest(chain, deepest, fillers=False)

@@ -149,8 +149,7 @@ class CheckpointManager:
     def touch(self, chain: Sequence[str], boundary: int) -> None:
         """Count a use of the record at ``boundary`` of a prefix; nothing at 0 or if there is none."""
         if boundary:
-            saves = self.store.saving(chain, boundary) if self.store.weighed else None
-            self.store.touch(chain[boundary // self.store.page_size - 1], saves)
+            self.store.touch(chain[boundary // self.store.page_size - 1])
 
     def suspend(self) -> None:
         """The weights change: nothing is reused or becomes visible until :meth:`reset`."""
@@ -171,19 +170,24 @@ class CheckpointManager:
             chain: page hashes of the prompt.
             resumed, matched, prompt: tokens, as :class:`~.policy.Path`.
         """
-        self.stats.admitted(resumed, matched)
+        if not self.suspended:
+            self.stats.admitted(resumed, matched)
         grid = 0
         if self.policy.fills:
             grid = self.density.admit(chain, resumed, matched, prompt)
             self.store.filler_worth = self.density.worth
         self._paths[rid] = Path(resumed, matched, prompt, grid)
 
-    def request_restore(self, rid: str, key: str, boundary: int) -> None:
+    def request_restore(self, rid: str, chain: Sequence[str], boundary: int) -> None:
         """Pin the checkpoint that a fresh row of ``rid`` will resume from.
 
         Raises:
             CheckpointError: admission let a match through that no checkpoint covers.
         """
+        key = chain[boundary // self.store.page_size - 1]
+        if self.store.weighed:
+            # Here and not whenever a queued request is matched again: the walk down the chain takes time.
+            self.store.touch(key, self.store.saving(chain, boundary))
         record = self.store.pin(key)
         if record is None or record.boundary != boundary:
             raise CheckpointError(

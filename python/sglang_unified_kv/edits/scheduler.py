@@ -120,3 +120,10 @@ SERIES.relies_on(
     params="req, tree_cache, *, checkpoint",
     fingerprint="90e19434d1fa8c22",
 )
+SERIES.relies_on(
+    "sglang.srt.managers.schedule_batch:Req._compute_max_prefix_len",
+    feature=_FEATURE,
+    why="how deep SGLang lets a request match, asked again when it is admitted",
+    params="self, input_len",
+    fingerprint="a9050ccaee365873",
+)

@@ -122,10 +122,11 @@ class StrictUnifiedRadixCache(StorageStrictCache):
     def admit(self, req: Req) -> None:
         """A request is about to get a row: note how far the tree knows its tokens."""
         tokens = req.full_untruncated_fill_ids
-        key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1, cache_salt=req.cache_salt)
+        limit = req._compute_max_prefix_len(len(tokens))
+        key = RadixKey(tokens, req.extra_key, limit=limit, cache_salt=req.cache_salt)
         key, matched = self._view(key), req.prefix_len
-        # Otherwise it resumes as deep as it can.
-        if len(key) - matched >= self.page_size:
+        # Otherwise it resumes as deep as it can, or as SGLang lets it.
+        if len(key) - matched >= self.page_size and req.positional_embed_overrides is None:
             result = super().match_prefix(MatchPrefixParams(key=key, req=req))
             matched = max(result.device_prefix_len + result.host_hit_length, matched)
         chain = self._chain(req, key)
@@ -135,8 +136,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         tokens = req.full_untruncated_fill_ids
         key = RadixKey(tokens, req.extra_key, cache_salt=req.cache_salt)
         chain = self._chain(req, self._view(key))
-        pages = req.prefix_len // self.page_size
-        self.checkpoints.request_restore(key_of(req), chain[pages - 1], req.prefix_len)
+        self.checkpoints.request_restore(key_of(req), chain, req.prefix_len)
 
     # -- inserting
 
