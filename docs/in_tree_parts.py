@@ -52,6 +52,7 @@ _OF_EXACT_REUSE = {
         "*:_prefix_kv_indices",
         "*:touch_waiting_prefix",
         "*add_one_req",
+        "*_compute_max_prefix_len",
         "*alloc_rows",
         "*:release_kv_cache",
     ),

@@ -151,9 +151,9 @@ def test_a_changed_sglang_is_refused_with_every_reason(monkeypatch, capsys):
 
 
 def test_every_edit_says_what_it_was_written_against():
-    for edit in SERIES:
-        assert edit.fingerprint, edit.target
-        assert edit.why and edit.feature
+    for one in SERIES:
+        assert one.fingerprint, one.target
+        assert one.why and one.feature
     assert len({edit.target for edit in SERIES}) == len(SERIES)
 
 

@@ -71,7 +71,9 @@ def _options(requests: Sequence[Request], observe: Observe) -> _Options:
     class_of: dict[int, int] = {}
     cost: Counter[int] = Counter()
     passes: Counter[int] = Counter()
-    first, depth, choice = [], [], []
+    first: list[int] = []
+    depth: list[int] = []
+    choice: list[int] = []
     for request, matched in zip(requests, matches(requests), strict=True):
         if matched:
             first.append(len(depth))
