@@ -43,5 +43,6 @@ GOOD = Facts(
     enable_decoder_swa_bounded_replay=False,
     encoder_only=False,
     use_ray=False,
+    taken_labels="",
     cuda_graph_backend_prefill="disabled",
 )

@@ -6,7 +6,7 @@ Imports no sglang.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -30,6 +30,9 @@ ALIKE = (
 """What all ranks of a server must have in common."""
 ALIKE_IN_GROUP = ("records", "staging_slots")
 """What the ranks of one attention group must have in common; a data-parallel rank sizes its own."""
+START_SPREAD_S = 1800.0
+"""Seconds within which all ranks of a server start; one that started longer before is another server's."""
+_LEFT = "empty PROMETHEUS_MULTIPROC_DIR before the start, and give every server and node its own"
 
 
 @dataclass(frozen=True)
@@ -96,31 +99,44 @@ class Rank:
         return f"dp{self.dp} tp{self.tp}"
 
 
-def expected_ranks(server_info: Mapping[str, Any]) -> list[Rank]:
+def expected_ranks(server_info: Mapping[str, Any], alone: int = 0) -> list[Rank]:
     """The scheduler processes of a server, by its ``/server_info``.
 
-    With DP attention the data-parallel ranks share the tensor-parallel group; otherwise each has its own.
-    Of a server on several nodes, those of the node that answers: each exports its own.
+    With DP attention (``attn_dp_size``, to which SGLang resolves ``--dp-size N --enable-dp-attention``) the
+    data-parallel ranks share the tensor-parallel group; otherwise (``dp_size``) each has its own. Of a server
+    on several nodes, those of the node that answers: each exports its own.
+
+    Args:
+        alone: data-parallel rank of a server that has one, which ``SGLANG_DP_RANK`` sets.
 
     Raises:
         ValueError: the server has pipeline stages.
+        KeyError: a size is not in ``server_info``.
     """
     if server_info["pp_size"] > 1:
         raise ValueError(
             f"--pp-size {server_info['pp_size']}: ranks of pipeline stages are not compared"
         )
-    tp, dp = server_info["tp_size"], server_info["dp_size"]
+    tp, dp, attention = (server_info[name] for name in ("tp_size", "dp_size", "attn_dp_size"))
     nodes, node = server_info["nnodes"], server_info["node_rank"]
     here = range(tp // nodes * node, tp // nodes * (node + 1))
-    if server_info["enable_dp_attention"]:
-        return [Rank(rank * dp // tp, rank) for rank in here]
+    if attention > 1:
+        return [Rank(rank * attention // tp, rank) for rank in here]
+    if dp == 1:
+        return [Rank(alone, rank) for rank in here]
     return [Rank(group, rank) for group in range(dp) for rank in here]
 
 
 def disagreements(
-    found: Mapping[Rank, Sequence[Attestation]], expected: Iterable[Rank]
+    found: Mapping[Rank, Sequence[Attestation]],
+    expected: Collection[Rank],
+    started: Mapping[Rank, float],
 ) -> list[str]:
-    """What is wrong with a server whose ranks said ``found``: a line each, empty if nothing is."""
+    """What is wrong with a server whose ranks said ``found``: a line each, empty if nothing is.
+
+    Args:
+        started: when each of them did, in seconds since the epoch.
+    """
     missing = [rank for rank in expected if rank not in found]
     if missing and not found:
         return [
@@ -133,9 +149,18 @@ def disagreements(
             f"{', '.join(map(str, missing))}: no attestation, so SGLang runs as released there. Give every "
             "rank the same environment, and see its log for what is missing"
         )
+    if foreign := sorted(found.keys() - set(expected)):
+        reasons.append(
+            f"{', '.join(map(str, foreign))}: no rank of this server, so another one's: {_LEFT}"
+        )
+    latest = max(started.values(), default=0.0)
+    if old := sorted(rank for rank, when in started.items() if when < latest - START_SPREAD_S):
+        reasons.append(
+            f"{', '.join(map(str, old))}: started more than {START_SPREAD_S / 60:.0f} minutes before "
+            f"the latest rank, so an earlier server's: {_LEFT}"
+        )
     reasons += [
-        f"{rank} says {len(said)} different things: PROMETHEUS_MULTIPROC_DIR holds files of an earlier "
-        "server; empty it before the start"
+        f"{rank} says {len(said)} different things, so one is an earlier server's: {_LEFT}"
         for rank, said in sorted(found.items())
         if len(said) > 1
     ]

@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any
 
 from .config import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, PROVENANCE, Settings
+from .metrics import TAKEN_LABELS
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class Facts(EnvironmentFacts):
     """Everything the decision needs: the environment, and SGLang's arguments after resolution.
 
     The fields below carry SGLang's names; ``architecture`` and ``model_type`` are those of the
-    model's configuration.
+    model's configuration. ``taken_labels``: of ``--extra-metric-labels``, those that our metrics have for
+    their own; none without ``--enable-metrics``.
     """
 
     architecture: str
@@ -88,6 +90,7 @@ class Facts(EnvironmentFacts):
     enable_decoder_swa_bounded_replay: bool
     encoder_only: bool
     use_ray: bool
+    taken_labels: str
 
 
 @dataclass(frozen=True)
@@ -246,6 +249,7 @@ SHARED_OBSTACLES = (
         lambda f: not f.use_ray,
         "--use-ray: SGLang loads no plugins in its Ray actors; remove the flag",
     ),
+    Rule(lambda f: not f.taken_labels, TAKEN_LABELS),
 )
 """What neither exact reuse nor HiSparse on the unified pool supports."""
 

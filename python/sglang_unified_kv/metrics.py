@@ -49,9 +49,9 @@ class Metric:
 ENGAGED = Metric(
     "sglang:unified_kv_engaged",
     "gauge",
-    "1 on every scheduler rank on which a feature of sglang-unified-kv is engaged; the labels say "
-    "which, with which edits of SGLang, policy and budgets. A rank that is missing runs SGLang as "
-    "released; `sglang-unified-kv check` compares the ranks.",
+    "Start of every scheduler rank on which a feature of sglang-unified-kv is engaged, in seconds since the "
+    "epoch; the labels say which, with which edits of SGLang, policy and budgets. A rank that is missing "
+    "runs SGLang as released; `sglang-unified-kv check` compares the ranks.",
     ANY,
     dict.fromkeys(
         (
@@ -94,7 +94,7 @@ METRICS = (
         "sglang:unified_kv_gate_reused_tokens_total",
         "counter",
         "Prompt tokens that were reused instead of computed, on the device, from the host or from "
-        "storage.",
+        "storage. A retracted request counts again, its own output included.",
         EXACT,
     ),
     Metric(
@@ -320,6 +320,19 @@ METRICS = (
 BY_NAME = {metric.name: metric for metric in METRICS}
 
 
+def taken_labels(names: Iterable[str]) -> str:
+    """Those of ``names`` that a metric of ours has for a label of its own, comma-separated."""
+    own = {label for metric in METRICS for label in metric.labels}
+    return ", ".join(sorted(own.intersection(names)))
+
+
+TAKEN_LABELS = (
+    "--extra-metric-labels sets {taken_labels}, which metrics of this plugin have for labels of their own: "
+    "rename there, or serve without --enable-metrics"
+)
+"""What is said of :func:`taken_labels`."""
+
+
 class Sample(NamedTuple):
     """A value of a metric.
 
@@ -342,6 +355,9 @@ class Exporter:
         labels: SGLang's, with this rank's values.
         types: class of each kind, as ``prometheus_client`` has them.
         metrics: which, of :data:`METRICS`.
+
+    Raises:
+        ValueError: ``labels`` holds one that a metric has of its own.
     """
 
     def __init__(
@@ -351,6 +367,8 @@ class Exporter:
         types: Mapping[str, type],
         metrics: Iterable[Metric] = METRICS,
     ):
+        if taken := taken_labels(labels):
+            raise ValueError(TAKEN_LABELS.format(taken_labels=taken))
         self._labels = dict(labels)
         self._exported: dict[str, Any] = {}
         self._told: dict[tuple[str, ...], Any] = {}

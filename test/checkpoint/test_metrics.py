@@ -74,6 +74,13 @@ def test_what_is_not_engaged_is_not_created(exported):
     assert read(GAUGE.name) == 1 and read(f"{HISTOGRAM.name}_count") is None
 
 
+@pytest.mark.parametrize("label", sorted({label for m in METRICS for label in m.labels}))
+def test_a_label_that_a_metric_has_of_its_own_is_named(exported, label):
+    make, _ = exported
+    with pytest.raises(ValueError, match=f"--extra-metric-labels sets {label}, which metrics"):
+        make({ANY}, labels=LABELS | {label: "mine"})
+
+
 def test_a_counter_that_fell_is_a_fault(exported):
     make, _ = exported
     exporter = make({ANY})

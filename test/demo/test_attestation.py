@@ -11,6 +11,7 @@ import pytest
 from sglang_unified_kv.attestation import (
     ALIKE,
     ALIKE_IN_GROUP,
+    START_SPREAD_S,
     Attestation,
     Rank,
     digest,
@@ -18,7 +19,7 @@ from sglang_unified_kv.attestation import (
     expected_ranks,
 )
 from sglang_unified_kv.cli import app
-from sglang_unified_kv.cli.attest import said_by_ranks
+from sglang_unified_kv.cli.attest import said_by_ranks, started_by_ranks
 from sglang_unified_kv.cli.client import SGLangClient
 from sglang_unified_kv.cli.demo import environment, launch_command
 from sglang_unified_kv.cli.server import ServerProcess, free_port
@@ -30,12 +31,11 @@ SCRAPE = Path(__file__).with_name("two_ranks.metrics").read_text()
 INFO = {
     "tp_size": 2,
     "dp_size": 1,
+    "attn_dp_size": 1,
     "pp_size": 1,
     "nnodes": 1,
     "node_rank": 0,
-    "enable_dp_attention": False,
 }
-TWO = expected_ranks(INFO)
 
 
 def on_rank(rank: int, change, scrape: str = SCRAPE) -> str:
@@ -56,7 +56,7 @@ def with_label(name: str, value: str):
 
 @pytest.fixture
 def answer():
-    """``answer(scrape, **info)``: a server that answers with these; returns its address."""
+    """``answer(scrape, **info)``: a server that answers with these, None for nothing; returns its address."""
     answers = {}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -74,7 +74,8 @@ def answer():
     thread.start()
 
     def serve(scrape, **info):
-        answers.update({"/server_info": json.dumps(INFO | info), "/metrics": scrape})
+        told = {name: value for name, value in (INFO | info).items() if value is not None}
+        answers.update({"/server_info": json.dumps(told), "/metrics": scrape})
         return f"http://127.0.0.1:{server.server_port}"
 
     yield serve
@@ -83,16 +84,23 @@ def answer():
     server.server_close()
 
 
-def attest(url: str):
+def started(rank: int, when: float, scrape: str = SCRAPE) -> str:
+    """``scrape`` of a server one rank of which started then."""
+    return on_rank(rank, lambda line: f"{line.rpartition(' ')[0]} {when}\n", scrape)
+
+
+def attest(url: str, *more: str):
     """Exit code and output of ``check --attest-only``, the output on one line."""
-    run = CliRunner().invoke(app, ["check", "--url", url, "--attest-only"])
+    run = CliRunner().invoke(app, ["check", "--url", url, "--attest-only", *more])
     return run.exit_code, " ".join(run.output.split())
 
 
 def test_ranks_that_agree(answer):
     code, said = attest(answer(SCRAPE))
     assert code == 0, said
-    assert said.startswith("attestation: 2 of 2 ranks: features=hicache ")
+    assert said.startswith(
+        "attestation: 2 of 2 ranks, started 2026-11-30 12:00:07 UTC: features=hicache "
+    )
     assert "edits=70 edits_digest=2cd7c1ec09e97dfe policy=combined records=64" in said
 
 
@@ -119,7 +127,85 @@ def test_a_server_that_runs_as_released(answer):
 def test_what_an_earlier_server_left(answer):
     stale = on_rank(0, lambda line: line + with_label("records", "63")(line))
     code, said = attest(answer(stale))
-    assert code == 1 and "dp0 tp0 says 2 different things: PROMETHEUS_MULTIPROC_DIR" in said
+    assert (
+        code == 1 and "- dp0 tp0 says 2 different things, so one is an earlier server's: " in said
+    )
+    assert "empty PROMETHEUS_MULTIPROC_DIR before the start" in said
+
+
+def test_a_rank_of_another_server(answer):
+    foreign = SCRAPE + "".join(
+        line.replace('tp_rank="1"', 'tp_rank="2"') + "\n"
+        for line in SCRAPE.splitlines()
+        if 'tp_rank="1"' in line
+    )
+    code, said = attest(answer(foreign))
+    assert code == 1 and said.startswith("- dp0 tp2: no rank of this server, so another one's: ")
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_a_rank_that_an_earlier_server_left(answer, old):
+    (latest,) = {said_at for rank, said_at in started_by_ranks(SCRAPE).items() if rank.tp != old}
+    code, said = attest(answer(started(old, latest - START_SPREAD_S - 1)))
+    assert code == 1
+    assert said.startswith(f"- dp0 tp{old}: started more than 30 minutes before the latest rank")
+    code, said = attest(answer(started(old, latest - START_SPREAD_S)))
+    assert code == 0, said
+
+
+def test_a_failure_is_written_too(answer, tmp_path):
+    document = tmp_path / "out.json"
+    url = answer(on_rank(1, with_label("records", "63")))
+    # Without --attest-only too: no prompt is sent.
+    for more in (["--attest-only"], []):
+        arguments = ["check", "--url", url, "--json", str(document), *more]
+        assert CliRunner().invoke(app, arguments).exit_code == 1
+        written = json.loads(document.read_text())
+        document.unlink()
+        assert written.keys() == {"attestation", "reasons"}
+        (reason,) = written["reasons"]
+        assert reason.startswith("the ranks disagree on records: ")
+        said = {rank: one["records"] for rank, one in written["attestation"].items()}
+        assert said == {"dp0 tp0": "64", "dp0 tp1": "63"}
+    twice = on_rank(0, lambda line: line + with_label("records", "63")(line))
+    assert attest(answer(twice), "--json", str(document))[0] == 1
+    several = json.loads(document.read_text())["attestation"]["dp0 tp0"]
+    assert [one["records"] for one in several] == ["64", "63"]
+
+
+def test_a_node_of_several(answer):
+    url = answer(SCRAPE, tp_size=4, nnodes=2)
+    code, said = attest(url)
+    assert code == 0, said
+    assert said.startswith("attestation: 2 of 2 ranks of this node (1 of 2), started ")
+    code, said = attest(answer(SCRAPE, tp_size=4, nnodes=2, node_rank=1))
+    assert code == 1 and said.endswith("attestation of this node (2 of 2): failed")
+
+
+def test_a_server_goes_by_the_data_parallel_rank_that_it_was_given(answer):
+    def numbered(*ranks):
+        given = dict(zip((0, 1), ranks, strict=True))
+        scrape = SCRAPE
+        for tp, dp in given.items():
+            scrape = on_rank(
+                tp, lambda line, dp=dp: line.replace("{", f'{{dp_rank="{dp}",'), scrape
+            )
+        return attest(answer(scrape))
+
+    assert numbered(3, 3)[0] == 0
+    code, said = numbered(3, 4)
+    assert code == 1 and "- dp0 tp0, dp0 tp1: no attestation" in said
+
+
+@pytest.mark.parametrize("name", INFO)
+def test_an_answer_that_lacks_a_size_is_no_servers(answer, name):
+    code, said = attest(answer(SCRAPE, **{name: None}))
+    assert code == 2 and f"/server_info: {name} is not there; give the address of a server" in said
+
+
+def test_an_attestation_without_a_rank_is_no_servers(answer):
+    code, said = attest(answer(SCRAPE.replace("tp_rank=", "other_rank=")))
+    assert code == 2 and "/metrics: tp_rank is not there; give the address of a server" in said
 
 
 def test_a_server_without_metrics(answer):
@@ -144,30 +230,35 @@ def test_data_parallel_ranks_size_their_own_pools():
         Attestation(**vars(found[Rank(0, 0)][0]) | {"records": "32"}),
     )
     apart = {Rank(0, 0): [said], Rank(1, 1): [other]}
-    assert disagreements(apart, apart) == []
+    assert disagreements(apart, apart, dict.fromkeys(apart, 0.0)) == []
     together = {Rank(0, 0): [said], Rank(0, 1): [other]}
-    assert len(disagreements(together, together)) == 1
+    assert len(disagreements(together, together, dict.fromkeys(together, 0.0))) == 1
+
+
+TWO_NODES = dict(nnodes=2, node_rank=1, dist_init_addr="127.0.0.1:9")
 
 
 @pytest.mark.parametrize(
-    "info, ranks",
+    "options, ranks",
     [
         (dict(tp_size=1), [(0, 0)]),
         (dict(tp_size=2), [(0, 0), (0, 1)]),
         (dict(tp_size=2, dp_size=2), [(0, 0), (0, 1), (1, 0), (1, 1)]),
         (dict(tp_size=2, dp_size=2, enable_dp_attention=True), [(0, 0), (1, 1)]),
-        (
-            dict(tp_size=4, dp_size=2, enable_dp_attention=True),
-            [(0, 0), (0, 1), (1, 2), (1, 3)],
-        ),
-        (
-            dict(tp_size=4, dp_size=2, enable_dp_attention=True, nnodes=2, node_rank=1),
-            [(1, 2), (1, 3)],
-        ),
+        (dict(tp_size=4, attn_dp_size=2), [(0, 0), (0, 1), (1, 2), (1, 3)]),
+        (dict(tp_size=4, attn_dp_size=2, **TWO_NODES), [(1, 2), (1, 3)]),
+        (dict(tp_size=4, **TWO_NODES), [(0, 2), (0, 3)]),
     ],
 )
-def test_the_scheduler_processes_of_a_server(info, ranks):
-    assert expected_ranks(INFO | info) == [Rank(*rank) for rank in ranks]
+def test_the_scheduler_processes_of_a_server(model_path, options, ranks):
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.common import build_server_info
+
+    args = ServerArgs(
+        model_path=str(model_path), device="cpu", page_size=256, skip_tokenizer_init=True, **options
+    )
+    args.resolve_once()
+    assert expected_ranks(build_server_info(args, {})) == [Rank(*rank) for rank in ranks]
 
 
 def test_the_digest_is_of_what_was_verified():

@@ -42,6 +42,7 @@ IN_THE_WAY = [
     (dict(enable_decoder_swa_bounded_replay=True), "--no-enable-decoder-swa-bounded-replay"),
     (dict(cuda_graph_backend_prefill="breakable"), "--cuda-graph-backend-prefill breakable"),
     (dict(use_ray=True), "--use-ray"),
+    (dict(taken_labels="tier"), "--extra-metric-labels sets tier, which metrics of"),
 ]
 
 

@@ -75,6 +75,7 @@ OBSTACLES = [
     (dict(enable_decoder_swa_bounded_replay=True), "--no-enable-decoder-swa-bounded-replay"),
     (dict(encoder_only=True), "--encoder-only"),
     (dict(use_ray=True), "--use-ray"),
+    (dict(taken_labels="state, tier"), "--extra-metric-labels sets state, tier, which metrics of"),
     (
         dict(cuda_graph_backend_prefill="breakable"),
         "--cuda-graph-backend-prefill breakable: set it to disabled",

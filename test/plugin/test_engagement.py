@@ -39,7 +39,7 @@ def test_engaged_and_decided_anew_for_a_second_engine(forks, model):
             "assert engage.current().settings.offload_page_stride == 2\n"
             "resolved(enable_hierarchical_cache=False).check_server_args()\n"
             "assert engage.current() is None\n"
-            "resolved().check_server_args()\n"
+            "resolved(extra_metric_labels={'tier': 'unused'}).check_server_args()\n"
             "assert engage.current().decision.state is engage.State.ENGAGED",
         ),
         ON | REFERENCE | {"SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE": "2"},
@@ -57,6 +57,11 @@ def test_launch_server_is_refused_with_every_reason_before_anything_is_built(for
             model,
             *("--enable-hierarchical-cache", "--hicache-write-policy", "write_back"),
             *("--hicache-storage-backend", "simm", "--enable-streaming-session"),
+            *(
+                "--enable-metrics",
+                "--extra-metric-labels",
+                '{"tier": "a", "team": "b", "state": "c"}',
+            ),
         ),
     )
     assert ended.rc == 1
@@ -67,6 +72,8 @@ def test_launch_server_is_refused_with_every_reason_before_anything_is_built(for
         "--hicache-storage-backend simm: not supported, it has no batch_exists_v2, batch_get_v2 and "
         "batch_set_v2, which records travel with; use one of file, nixl, mooncake, dynamic",
         "--enable-streaming-session: not supported; remove the flag",
+        "--extra-metric-labels sets state, tier, which metrics of this plugin have for labels of their own: "
+        "rename there, or serve without --enable-metrics",
     ):
         assert f"  - {reason}\n" in ended.stderr
     assert "Load weight" not in ended.stderr

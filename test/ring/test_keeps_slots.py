@@ -7,9 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_objects import PAGE, WINDOW, allocator_of, extend
+from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
 from sglang.srt.mem_cache.allocator.swa import is_swa_req_ring
 from sglang.srt.mem_cache.prefill_budget import SWAPrefillBudget
 from sglang_unified_kv.config import RING_FIXES
+from sglang_unified_kv.edits import samples
 from sglang_unified_kv.reference.harness import prompt
 
 TREE = SimpleNamespace(
@@ -32,6 +34,18 @@ def test_availability_is_free_slots_times_cost(slots, taken):
         assert allocator.swa_ring_cost_tokens == PAGE
         assert allocator.swa_available_size() == (slots - count) * PAGE
         assert allocator.size_swa == slots * PAGE
+
+
+@given(slots=st.integers(2, 64), more=st.integers(0, 64), taken=st.data())
+def test_the_metric_counts_the_slots_that_a_decode_node_keeps_for_transfers(slots, more, taken):
+    allocator, rows = allocator_of(False, slots, 64 * PAGE)
+    if more:
+        rows = DecodeReqToTokenPool(slots, 1024, "cpu", False, pre_alloc_size=more)
+    count = taken.draw(st.integers(0, slots + more))
+    rows.alloc_rows(count)
+    scheduler = SimpleNamespace(req_to_token_pool=rows, token_to_kv_pool_allocator=allocator)
+    found = {sample.labels: sample.value for sample in samples._ring(scheduler)}
+    assert (found["free",], found["used",]) == (slots + more - count, count)
 
 
 def test_decoding_and_extending_take_full_tokens_alone(fixes):

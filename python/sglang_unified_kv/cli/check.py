@@ -6,6 +6,7 @@ import json
 import secrets
 from contextlib import closing
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,10 +77,10 @@ def check(
         raise typer.BadParameter(f"--json {json_file}: its folder does not exist; create it")
     if json_file is not None and json_file.is_dir():
         raise typer.BadParameter(f"--json {json_file}: is a folder; name a file")
-    document = {"attestation": _attest(console, url, timeout)} if attestation else {}
-    if attest_only:
+    document = _attest(console, url, timeout) if attestation else {}
+    if attest_only or document.get("reasons"):
         _write(json_file, document)
-        raise typer.Exit(0)
+        raise typer.Exit(1 if document.get("reasons") else 0)
     report = _run(console, plan, url, timeout)
     _print(console, report)
     _write(json_file, document | report.as_json())
@@ -92,33 +93,39 @@ def _write(json_file: Path | None, document: dict[str, Any]) -> None:
 
 
 def _attest(console: Console, url: str, timeout: float) -> dict[str, Any]:
-    """What each rank says, for the results.
+    """What each rank says and, if the ranks disagree, ``reasons``; for the results, and printed.
 
     Raises:
-        typer.Exit: status 1, the ranks disagree; 2, they cannot be asked. Either was printed.
+        typer.Exit: status 2, they cannot be asked. It was printed.
     """
     from .attest import attest
     from .client import ClientError, NoMetrics, SGLangClient
 
     try:
         with closing(SGLangClient(url, timeout_s=timeout)) as client:
-            found, reasons = attest(client)
+            found, started, reasons, node, nodes = attest(client)
     except (ClientError, ValueError) as error:
         console.print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
         if isinstance(error, NoMetrics):
             console.print("--no-attestation leaves the comparison of the ranks out.")
         raise typer.Exit(2) from error
+    where = f" of this node ({node + 1} of {nodes})" if nodes > 1 else ""
     if reasons:
         for reason in reasons:
             console.print(f"- {escape(reason)}", soft_wrap=True)
-        console.print("attestation: [red]failed[/red]")
-        raise typer.Exit(1)
-    said = {str(rank): one for rank, (one,) in sorted(found.items())}
-    first = next(iter(said.values()))
+        console.print(f"attestation{where}: [red]failed[/red]")
+        several = {str(rank): [asdict(one) for one in found[rank]] for rank in sorted(found)}
+        # As when nothing is wrong, but for a rank that contradicts itself.
+        said = {rank: ones[0] if len(ones) == 1 else ones for rank, ones in several.items()}
+        return {"attestation": said, "reasons": reasons}
+    first = found[min(found)][0]
+    since = datetime.fromtimestamp(max(started.values()), UTC)
     console.print(
-        f"attestation: {len(said)} of {len(said)} ranks: {escape(str(first))}", soft_wrap=True
+        f"attestation: {len(found)} of {len(found)} ranks{where}, started {since:%Y-%m-%d %H:%M:%S} UTC: "
+        f"{escape(str(first))}",
+        soft_wrap=True,
     )
-    return {rank: asdict(one) for rank, one in said.items()}
+    return {"attestation": {str(rank): asdict(found[rank][0]) for rank in sorted(found)}}
 
 
 def _tails(text: str) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def attest(original, self) -> None:
     metrics = [metric for metric in METRICS if reports or metric.every_rank]
     exporter = Exporter(engaged, collector.labels, _types(collector), metrics)
     labels = tuple(getattr(said, name) for name in ENGAGED.labels)
-    exporter.publish([Sample(ENGAGED.name, 1, labels)])
+    exporter.publish([Sample(ENGAGED.name, int(time.time()), labels)])
     if reports:
         setattr(self.metrics_reporter, _MARK, _Reports(self, exporter))
 

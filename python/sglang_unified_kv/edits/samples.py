@@ -129,7 +129,8 @@ def _storage(manager) -> Iterator[Sample]:
 def _ring(scheduler) -> Iterator[Sample]:
     rows = scheduler.req_to_token_pool
     free = rows.available_size()
-    yield from _each("ring_slots", free=free, used=rows.size - free)
+    # A decode node keeps more for requests in transfer, and its size leaves them out.
+    yield from _each("ring_slots", free=free, used=rows.size + rows.pre_alloc_size - free)
     allocator = logical(scheduler.token_to_kv_pool_allocator)
     yield _one("ring_slot_tokens", allocator.swa_ring_cost_tokens)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..config import OFFLOAD_PAGE_STRIDE
 from ..engage import EnvironmentFacts, Facts
+from ..metrics import taken_labels
 from ..plugin import STRIDE_FLAG
 from .series import SERIES
 
@@ -88,6 +89,7 @@ def facts_of(server_args: Any) -> Facts:
         cuda_graph_backend_prefill=cfg.cuda_graph_config.prefill.backend,
         speculative_algorithm=None if algorithm in (None, "NONE") else algorithm,
         enable_decoder_swa_bounded_replay=bool(cfg.enable_decoder_swa_bounded_replay),
+        taken_labels=taken_labels(cfg.extra_metric_labels or ()) if cfg.enable_metrics else "",
         **{name: getattr(cfg, name) for name in _COPIED},
     )
 
@@ -99,6 +101,7 @@ _GATHERED = {
     "cuda_graph_backend_prefill",
     "speculative_algorithm",
     "enable_decoder_swa_bounded_replay",
+    "taken_labels",
 }
 _COPIED = tuple(
     name
