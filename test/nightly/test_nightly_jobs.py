@@ -15,7 +15,14 @@ from sglang_unified_kv.nightly.jobs import JOBS, Job, Phase
 from sglang_unified_kv.nightly.launch import Launch
 from sglang_unified_kv.nightly.machine import REFERENCE
 from sglang_unified_kv.nightly.run import run
-from sglang_unified_kv.nightly.steps import Determinism, Engaged, Place, Restart, SendAgain
+from sglang_unified_kv.nightly.steps import (
+    Attestation,
+    Determinism,
+    Engaged,
+    Place,
+    Restart,
+    SendAgain,
+)
 from sglang_unified_kv.nightly.verdict import Outcome, Verdict
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "nightly"
@@ -237,6 +244,18 @@ def test_a_client_that_never_ends_is_ended_with_its_children(tmp_path):
     log = tmp_path / "verify-check.log"
     assert f"check took longer than 2 s, see {log}" in found["server"].found
     assert all(map(ended, map(int, log.read_text().split())))
+
+
+@dataclass(frozen=True)
+class Differing(Attestation):
+    def command(self, place: Place):
+        return [sys.executable, "-c", "raise SystemExit(1)"]
+
+
+def test_ranks_that_differ_fail_the_job(tmp_path):
+    verdict, found = faulty_run("cold", tmp_path, Differing())
+    assert verdict.exit_code == 1
+    assert found["attestation"].found.startswith("1: the ranks differ")
 
 
 @dataclass(frozen=True)
