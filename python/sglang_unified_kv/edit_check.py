@@ -120,7 +120,7 @@ def source_fingerprint(value: Any) -> str:
     """First 16 hex digits of SHA-256 over the dedented source of ``value`` (decorators unwrapped).
 
     Raises:
-        TypeError: it has no Python source.
+        TypeError, OSError: it has no Python source.
     """
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(plain_function(value))))
     return hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -195,7 +195,7 @@ def _change(edit: Edit, value: Any) -> Finding | None:
     try:
         params = edit.params and parameter_list(value)
         fingerprint = edit.fingerprint and source_fingerprint(value)
-    except TypeError:
+    except (TypeError, ValueError, OSError):
         kind = type(value).__name__
         return Finding(
             edit, Problem.OTHER_KIND, "a function", kind, f"is no Python function but a {kind}"
@@ -211,10 +211,13 @@ def _change(edit: Edit, value: Any) -> Finding | None:
     return Finding(edit, problem, expected, found, text, _place(value))
 
 
-def _place(value: Any) -> str:
+def _place(value: Any) -> str | None:
     import sglang
 
     function = inspect.unwrap(plain_function(value))
-    path = Path(inspect.getsourcefile(function) or "")
-    _, line = inspect.getsourcelines(function)
+    try:
+        path = Path(inspect.getsourcefile(function) or "")
+        _, line = inspect.getsourcelines(function)
+    except (TypeError, OSError):
+        return None
     return f"{path.relative_to(Path(sglang.__file__).parents[1])}:{line}"

@@ -19,6 +19,10 @@ def test_answers_are_counted_against_their_majority_and_against_the_cold_run():
     result = compare(32, cold, repeated)
     assert (result.prompt_tokens, result.rounds) == (544, 5)
     assert (result.outside_majority, result.unlike_cold, result.logprobs_unlike_cold) == (2, 3, 1)
+    assert result.hits_outside_majority == 2
+    # A repetition that reused nothing is another cold run.
+    missed = compare(32, cold, [*repeated[:3], generation(1, 2, cached=0)])
+    assert (missed.outside_majority, missed.hits_outside_majority) == (1, 0)
     assert result.cached_tokens == {512: 5} and result.credit == 256
     assert result.cached_by == {"device": 5 * 512, "host": 0, "storage": 0}
 

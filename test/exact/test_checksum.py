@@ -104,17 +104,30 @@ def test_a_cut_match_says_reuse_reject(engine, recorder, oracle, caplog):
     assert any("tree=512 used=256" in line for line in said(caplog, "reuse_reject"))
 
 
-def test_captures_of_a_request_that_was_not_inserted_say_bind_miss(
-    engine, recorder, oracle, caplog
+def test_captures_that_an_insert_did_not_bind_say_bind_miss(
+    engine, recorder, oracle, caplog, monkeypatch
 ):
-    rid = engine.submit(oracle.text[1000:2200], 3)
-    while not engine.tree.checkpoints._pending:
-        engine.step()
-    # Its row is given back without an insert, as a retraction does it.
-    (key,) = engine.tree.checkpoints._pending._requests
-    engine.tree.checkpoints.release(key)
+    manager = engine.tree.checkpoints
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "commit", lambda *_: [])
+        rid = engine.submit(oracle.text[1000:1700], 3)
+        engine.run_many(rid)
     (line,) = said(caplog, "BIND-MISS")
     assert line.startswith(f"BIND-MISS rid={rid}#") and line.endswith("captures=2")
+    assert manager.stats.discarded == 2
+
+
+def test_captures_of_a_request_that_gives_nothing_to_the_tree_are_no_bind_miss(
+    engine, recorder, oracle, caplog
+):
+    manager = engine.tree.checkpoints
+    rid = engine.submit(oracle.text[1000:2200], 3)
+    while not manager._pending:
+        engine.step()
+    (key,) = manager._pending._requests
+    # Its row is given back without an insert, as a retraction does it.
+    manager.release(key)
+    assert manager.stats.discarded == 2 and not said(caplog, "BIND-MISS")
     engine.abort(rid)
     engine.run_many(rid)
 

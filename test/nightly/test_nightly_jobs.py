@@ -15,8 +15,15 @@ from sglang_unified_kv.nightly.jobs import JOBS, Job, Phase
 from sglang_unified_kv.nightly.launch import Launch
 from sglang_unified_kv.nightly.machine import REFERENCE
 from sglang_unified_kv.nightly.run import run
-from sglang_unified_kv.nightly.steps import Determinism, Engaged, Place, Restart, SendAgain
-from sglang_unified_kv.nightly.verdict import Outcome
+from sglang_unified_kv.nightly.steps import (
+    Attestation,
+    Determinism,
+    Engaged,
+    Place,
+    Restart,
+    SendAgain,
+)
+from sglang_unified_kv.nightly.verdict import Outcome, Verdict
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "nightly"
 FAULTY = Path(__file__).with_name("faulty_server.py")
@@ -26,14 +33,44 @@ def script(job, *arguments):
     return [sys.executable, "-W", "ignore", str(SCRIPTS / job), *map(str, arguments)]
 
 
-def reference_run(job, out):
-    """Exit code, outcomes by check, and the document, of a job on the reference engine."""
-    done = subprocess.run(
-        script(job, "--reference", "--out", out),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+def ended_run(command, timeout_s):
+    """A program that ran to its end, or was told to end itself: its servers live in sessions of their own.
+
+    Raises:
+        TimeoutExpired: it took longer, and has ended now, with its servers.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **pipes) as running:
+        try:
+            output, _ = running.communicate(timeout=timeout_s)
+        finally:
+            # pytest's own timeout comes through here as well.
+            if running.poll() is None:
+                running.terminate()
+                running.communicate()
+    return subprocess.CompletedProcess(command, running.returncode, output)
+
+
+def test_a_run_that_takes_too_long_is_told_to_end_itself(tmp_path):
+    told = tmp_path / "told"
+    code = (
+        "import pathlib, signal, sys\n"
+        "signal.sigwait([signal.SIGTERM])\n"
+        "pathlib.Path(sys.argv[1]).touch()"
     )
+    # Blocked from the start, so that it cannot come too early.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            ended_run([sys.executable, "-c", code, str(told)], timeout_s=0.1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    assert told.exists()
+
+
+def reference_run(job, out, timeout_s):
+    """Exit code, outcomes by check, and the document, of a job on the reference engine."""
+    done = ended_run(script(job, "--reference", "--out", out), timeout_s)
     assert (out / "verdict.json").exists(), done.stdout
     document = json.loads((out / "verdict.json").read_text())
     assert f"verdict: {document['verdict']}" in done.stdout
@@ -57,7 +94,7 @@ COMPARED = {
 
 @pytest.mark.timeout(1800)
 def test_l3_restart(tmp_path):
-    done, document = reference_run("l3_restart", tmp_path / "out")
+    done, document = reference_run("l3_restart", tmp_path / "out", 1700)
     assert done.returncode == 0, done.stdout
     found = outcomes(document, "verify")
     assert set(found) == COMPARED | {
@@ -72,6 +109,12 @@ def test_l3_restart(tmp_path):
 
 MADE = {"made set, non-thinking", "made set, thinking"}
 PREFILL = {"prefill 60% cached", "prefill 80% cached"}
+SWAPPED = {
+    "every rank is engaged",
+    "attestation",
+    "answer as without HiSparse",
+    "rows that swap",
+}
 MEASURED = {
     "prefill": (MADE | PREFILL, {f"{name}: prompt tokens per second" for name in PREFILL}),
     "decode": (
@@ -79,8 +122,8 @@ MEASURED = {
         {"decode batch 2: time per output token", "decode batch 2: output tokens per second"},
     ),
     "radix_only": ({"made set, non-thinking"}, set()),
-    "hisparse_tp8": (MADE | {"answer as without HiSparse", "rows that swap"}, {"capacity"}),
-    "hisparse_tp8_dp8": (MADE | {"answer as without HiSparse", "rows that swap"}, {"capacity"}),
+    "hisparse_tp8": (MADE | SWAPPED, {"capacity"}),
+    "hisparse_tp8_dp8": (MADE | SWAPPED, {"capacity"}),
 }
 """By job: the checks of ``on`` that the reference engine passes, and those that say nothing there."""
 
@@ -89,7 +132,7 @@ MEASURED = {
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("job", MEASURED)
 def test_a_job_passes(job, tmp_path):
-    done, document = reference_run(job, tmp_path / "out")
+    done, document = reference_run(job, tmp_path / "out", 7100)
     assert done.returncode == 0, done.stdout
     passed, shown = MEASURED[job]
     found = outcomes(document, "on")
@@ -106,7 +149,8 @@ def test_a_job_passes(job, tmp_path):
 def test_stock_sglang_in_our_place_fails(model_path, tmp_path):
     (verify, *_) = JOBS["radix_only"](REFERENCE).phases
     stock = Job("stock", "", (replace(verify, launch=verify.launch.off()),))
-    verdict = run(stock, REFERENCE, str(model_path), None, tmp_path, print)
+    verdict = Verdict("stock", "")
+    run(stock, REFERENCE, str(model_path), None, tmp_path, print, verdict)
     found = {check.name: check.outcome for _, check in verdict.checks}
     assert verdict.exit_code == 1
     for name in ("every rank is engaged", "restores are compared", "answers alike"):
@@ -127,7 +171,8 @@ def faulty_run(fault, out, *steps, machine=REFERENCE):
     phase = Phase("verify", Faulty(flags=(), fault=fault), steps)
     job = Job("faulty", "", (phase, replace(phase, name="later")))
     said: list[str] = []
-    verdict = run(job, machine, "model", None, out, said.append)
+    verdict = Verdict("faulty", "")
+    run(job, machine, "model", None, out, said.append, verdict)
     (out / "said").write_text("\n".join(said))
     return verdict, {check.name: check for phase, check in verdict.checks if phase == "verify"}
 
@@ -202,6 +247,18 @@ def test_a_client_that_never_ends_is_ended_with_its_children(tmp_path):
 
 
 @dataclass(frozen=True)
+class Differing(Attestation):
+    def command(self, place: Place):
+        return [sys.executable, "-c", "raise SystemExit(1)"]
+
+
+def test_ranks_that_differ_fail_the_job(tmp_path):
+    verdict, found = faulty_run("cold", tmp_path, Differing())
+    assert verdict.exit_code == 1
+    assert found["attestation"].found.startswith("1: the ranks differ")
+
+
+@dataclass(frozen=True)
 class Killing(Determinism):
     """A client program whose request ends the server, and that never ends itself."""
 
@@ -255,7 +312,10 @@ def test_an_interrupted_job_leaves_no_server(tmp_path):
     output, _ = running.communicate(timeout=120)
     assert running.returncode == 128 + signal.SIGTERM, begin + output
     assert select.select([server], [], [], 60)[0]
-    assert "verdict" not in output and not (tmp_path / "out" / "verdict.json").exists()
+    assert "verdict" not in output
+    document = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert document["verdict"] == "could not run"
+    assert document["checks"][-1]["found"] == "interrupted"
 
 
 def test_a_folder_with_something_in_it_is_not_written_into(tmp_path):

@@ -1,5 +1,6 @@
 """The scripts, the workflow that calls them, and the plans that they print where nothing is installed."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,7 +9,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from sglang_unified_kv.nightly.jobs import JOBS
+from rich.console import Console
+from sglang_unified_kv.nightly import main
+from sglang_unified_kv.nightly import run as nightly_run
+from sglang_unified_kv.nightly.gsm8k import Gsm8k
+from sglang_unified_kv.nightly.jobs import JOBS, Phase
+from sglang_unified_kv.nightly.launch import Launch
+from sglang_unified_kv.nightly.machine import MI355X, REFERENCE
+from sglang_unified_kv.nightly.steps import Attestation, Determinism, Engaged
+from sglang_unified_kv.nightly.verdict import Outcome, judge
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "nightly"
@@ -39,6 +48,43 @@ def test_every_plan_is_printed_without_sglang_and_nothing_is_written(where, tmp_
 def test_a_run_without_sglang_says_what_is_missing(tmp_path):
     done = bare_run("prefill", "--out", str(tmp_path / "out"))
     assert done.returncode == 2 and "This command needs requests and sglang." in done.stdout
+
+
+def test_a_job_that_breaks_could_not_run_and_keeps_what_it_found(tmp_path, monkeypatch):
+    def breaking(job, machine, model, data, out, say, verdict):
+        verdict.add("on", [judge("first", True, "found", "needed")])
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr(nightly_run, "run", breaking)
+    with open(tmp_path / "said", "w") as said:
+        console, job = Console(file=said), JOBS["prefill"](REFERENCE)
+        assert main._run(console, job, REFERENCE, "model", None, tmp_path / "out") == 2
+    assert "breaking" in (tmp_path / "said").read_text(), "the traceback is not shown"
+    document = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert document["verdict"] == Outcome.NOT_RUN.value
+    assert [check["outcome"] for check in document["checks"]] == ["passed", "could not run"]
+    assert document["checks"][-1]["found"] == "ZeroDivisionError('float division by zero')"
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_every_job_asks_check_of_our_server(job):
+    steps = [step for p in JOBS[job](MI355X).phases if p.name != "off" for step in p.steps]
+    assert any(isinstance(step, Engaged) for step in steps)
+    assert any(isinstance(step, Attestation | Determinism) for step in steps)
+    stock = [step for p in JOBS[job](MI355X).phases if p.name == "off" for step in p.steps]
+    assert not any(isinstance(step, Engaged | Attestation | Determinism) for step in stock)
+
+
+def test_the_guard_of_hisparse_is_for_its_jobs_alone(tmp_path):
+    def scores(phase):
+        place = phase.place(MI355X, tmp_path, None, "1")
+        return [line for line in Gsm8k("thinking").plan(place) if line.startswith("score")]
+
+    for phase in JOBS["hisparse_tp8"](MI355X).phases:
+        assert scores(phase) == ["score above 0.91"]
+    without_cache = Phase("on", Launch(flags=("--disable-radix-cache",)), ())
+    (line,) = scores(without_cache)
+    assert "published 0.933" in line
 
 
 def test_there_is_one_executable_script_per_job():

@@ -191,7 +191,7 @@ def test_evaluations_are_parsed_by_sglangs_client(forks, tmp_path):
 
 def test_checks_are_parsed_by_our_own_command(tmp_path):
     found = programs("sglang_unified_kv.cli", tmp_path)
-    assert len(found) == 8
+    assert len(found) == 12
     for name, *arguments in found:
         context = get_command(app).commands[name].make_context(name, arguments)
         assert context.params["url"] == "http://127.0.0.1:PORT"

@@ -426,16 +426,21 @@ class CheckpointManager:
             self.density.publish(key, filler=boundary in fillers)
         return self._publisher.commit(rid, chain, length, new_ranges, fillers)
 
-    def release(self, rid: str) -> None:
-        """The request gave its row back, in whatever way: nothing of it may stay pinned or pending."""
+    def release(self, rid: str, inserted: int = 0) -> None:
+        """The request gave its row back, in whatever way: nothing of it may stay pinned or pending.
+
+        Args:
+            inserted: tokens that it gave to the tree at its end, 0 if it gave none.
+        """
         self._drop_request(rid)
         self._draft_foreign.pop(rid, None)
         self._paths.pop(rid, None)
         self._publisher.forget(rid)
-        discarded = self._pending.release(rid)
-        self.stats.discarded += discarded
-        if discarded and self.verifier is not None:
-            logger.info("BIND-MISS rid=%s captures=%d", rid, discarded)
+        # An insert takes every capture that it covers; the rest lies behind the end, or never had pages.
+        unbound = len(self._pending.ready(rid, inserted))
+        self.stats.discarded += self._pending.release(rid)
+        if unbound and self.verifier is not None:
+            logger.info("BIND-MISS rid=%s captures=%d", rid, unbound)
 
     def reset(self) -> None:
         """Forget every checkpoint. The engine is idle: no batch is in flight."""

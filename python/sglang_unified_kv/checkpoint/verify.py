@@ -9,7 +9,8 @@ for these lines in the log::
     [C4-STATE-DBG] state ride bit-exact    the same for the C4 and indexer state rows
     MISMATCH                               any of the three failed; the process ends
     reuse_reject                           the gate cut a match below what the tree holds
-    BIND-MISS                              a request gave its row back with captures bound to no pages
+    BIND-MISS                              a request ended, and captures within what it gave to the tree
+                                           are bound to no pages (an abort or a retraction gives nothing)
 """
 
 from __future__ import annotations

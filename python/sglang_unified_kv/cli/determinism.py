@@ -59,6 +59,7 @@ class TailResult:
         rounds: repetitions.
         hits: repetitions that reused anything.
         outside_majority: repetitions whose tokens are not those of the most frequent answer.
+        hits_outside_majority: the same among those that reused anything.
         unlike_cold: repetitions whose tokens are not the cold run's.
         logprobs_unlike_cold: repetitions with the cold run's tokens but other logprobs.
         cached_tokens: reused prompt tokens -> repetitions.
@@ -71,6 +72,7 @@ class TailResult:
     rounds: int
     hits: int
     outside_majority: int
+    hits_outside_majority: int
     unlike_cold: int
     logprobs_unlike_cold: int
     cached_tokens: dict[int, int]
@@ -150,8 +152,7 @@ def stock_credit(prompt_tokens: int) -> int:
 
 def compare(tail: int, cold: Generation, repeated: Sequence[Generation]) -> TailResult:
     """The repetitions of the prompt with ``tail`` against each other and against ``cold``."""
-    answers = Counter(answer.output_ids for answer in repeated)
-    (_, majority), *_ = answers.most_common(1)
+    hits = [answer for answer in repeated if answer.cached_tokens]
     same = [answer for answer in repeated if answer.output_ids == cold.output_ids]
     length = PREFIX_TOKENS + tail
     reused = sum(answer.cached_tokens for answer in repeated)
@@ -159,14 +160,21 @@ def compare(tail: int, cold: Generation, repeated: Sequence[Generation]) -> Tail
         tail=tail,
         prompt_tokens=length,
         rounds=len(repeated),
-        hits=sum(answer.cached_tokens > 0 for answer in repeated),
-        outside_majority=len(repeated) - majority,
+        hits=len(hits),
+        outside_majority=_outside_majority(repeated),
+        hits_outside_majority=_outside_majority(hits),
         unlike_cold=len(repeated) - len(same),
         logprobs_unlike_cold=sum(answer.logprobs != cold.logprobs for answer in same),
         cached_tokens=dict(sorted(Counter(a.cached_tokens for a in repeated).items())),
         cached_by={source: sum(a.cached_by[source] for a in repeated) for source in cold.cached_by},
         credit=reused / len(repeated) - stock_credit(length),
     )
+
+
+def _outside_majority(answers: Sequence[Generation]) -> int:
+    """How many have other tokens than the most frequent answer."""
+    counts = Counter(answer.output_ids for answer in answers)
+    return len(answers) - max(counts.values(), default=0)
 
 
 def requests_of(plan: Plan) -> int:

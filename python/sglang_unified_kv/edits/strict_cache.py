@@ -158,7 +158,9 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         self._save_attached(attached)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
-        self.checkpoints.release(key_of(req))
+        # A bigram key is one shorter than the tokens it spans.
+        inserted = req.owned_kv_len() - self.tree_core.is_eagle if checkpointed else 0
+        self.checkpoints.release(key_of(req), inserted)
         super().on_release(req, checkpointed=checkpointed)
 
     def _reset_full(self) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import rules
-from .steps import Place, Step, figure, file_name, nothing_to_compare
-from .verdict import Check, Outcome, judge
+from .steps import Place, Step, figure, file_name, nothing_to_compare, yardstick
+from .verdict import Check, Outcome
 
 if TYPE_CHECKING:
     from .server import Server
@@ -27,19 +27,29 @@ HIT_SHORTFALL = 5.0
 DECODE_SHARE = 0.8
 
 
+class NoResult(ValueError):
+    """The client's result file cannot be used."""
+
+
 def measured(path: Path) -> dict[str, float]:
     """The last result that the client wrote.
 
     Keys: ``completed``, ``input`` and ``output`` in tokens per second, ``tpot`` in ms, ``hits`` in percent.
+
+    Raises:
+        NoResult: the file is empty or cut, or a figure is missing.
     """
-    result: dict[str, Any] = json.loads(path.read_text().splitlines()[-1])
-    return {
-        "completed": result["completed"],
-        "input": result["input_throughput"],
-        "output": result["output_throughput"],
-        "tpot": result["median_tpot_ms"],
-        "hits": result["cache_report"]["cache_hit_rate_pct"],
-    }
+    try:
+        result: dict[str, Any] = json.loads(path.read_text().splitlines()[-1])
+        return {
+            "completed": int(result["completed"]),
+            "input": float(result["input_throughput"]),
+            "output": float(result["output_throughput"]),
+            "tpot": float(result["median_tpot_ms"]),
+            "hits": float(result["cache_report"]["cache_hit_rate_pct"]),
+        }
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise NoResult(f"{path}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,11 @@ class Benchmark(Step):
                 found = f"exit code {code}, no result ({server.program_log_path(name)})"
                 yield Check(self.name, Outcome.NOT_RUN, found, "a result")
                 return
-            runs.append(measured(results))
+            try:
+                runs.append(measured(results))
+            except NoResult as error:
+                yield Check(self.name, Outcome.NOT_RUN, str(error), "a result")
+                return
         server.figures[self.name] = median = {
             key: statistics.median(run[key] for run in runs) for key in runs[0]
         }
@@ -133,13 +147,19 @@ class Benchmark(Step):
         least = 0.0 if place.machine.reference else 100 * self.share - HIT_SHORTFALL
         found = f"{completed} of {prompts} answered, {hits:.1f} % cached"
         ok = completed == prompts and hits > least
-        yield judge(self.name, ok, found, f"all, more than {least:.0f} % cached")
+        yield yardstick(place.phase, self.name, ok, found, f"all, more than {least:.0f} % cached")
 
     def _costs(self, place: Place, on: dict[str, float], off: dict[str, float]) -> Iterator[Check]:
         for key, name, limit in self.limits():
-            lost = rules.cost(on[key], off[key]) if key == "tpot" else rules.cost(off[key], on[key])
-            found = f"{lost:+.1%} ({off[key]:.1f} off, {on[key]:.1f} on)"
+            before, after = (on[key], off[key]) if key == "tpot" else (off[key], on[key])
             needed = f"costs less than {limit:.1%}"
+            lost = rules.cost(before, after)
+            if lost is None:
+                files = place.out / f"*-{file_name(self.name)}-*.jsonl"
+                found = f"{off[key]} off, {on[key]} on: nothing to divide by ({files})"
+                yield Check(f"{self.name}: {name}", Outcome.NOT_RUN, found, needed)
+                continue
+            found = f"{lost:+.1%} ({off[key]:.1f} off, {on[key]:.1f} on)"
             yield figure(place.machine, f"{self.name}: {name}", lost < limit, found, needed)
 
 

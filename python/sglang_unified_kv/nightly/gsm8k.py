@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from . import rules
 from .rules import Score
-from .steps import Place, Step, nothing_to_compare
+from .steps import Place, Step, nothing_to_compare, yardstick
 from .verdict import Check, Outcome, judge
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def accuracy(
     name, needed = f"GSM8K {mode}", f"above {least:.3f} ({why})"
     ok = score.share > least
     if phase == "off":
-        # Nothing of ours ran: such a server is no yardstick.
-        yield Check(name, Outcome.PASSED if ok else Outcome.NOT_RUN, str(score), needed)
+        yield yardstick(phase, name, ok, score, needed)
         return
     yield judge(name, ok, str(score), needed)
     if off is None:
@@ -101,7 +100,7 @@ class Gsm8k(Step):
             if place.phase == "on":
                 yield f"all {questions} answers are the cold ones"
             return
-        if _hisparse(place):
+        if place.launch.hisparse:
             yield f"score above {rules.HISPARSE_GUARD}"
         else:
             published = rules.GSM8K_PUBLISHED[self.mode]
@@ -123,7 +122,7 @@ class Gsm8k(Step):
         server.figures[self.mode] = score
         if not place.machine.reference:
             off = server.off.get(self.mode)
-            yield from accuracy(self.mode, place.phase, score, off, _hisparse(place))
+            yield from accuracy(self.mode, place.phase, score, off, place.launch.hisparse)
             return
         name, needed = f"made set, {self.mode}", "every answer is the cold one"
         if place.phase == "off":
@@ -131,10 +130,6 @@ class Gsm8k(Step):
             yield Check(name, Outcome.NOT_JUDGED, str(score), needed)
         else:
             yield judge(name, score.right == questions, str(score), needed)
-
-
-def _hisparse(place: Place) -> bool:
-    return "--disable-radix-cache" in place.launch.flags
 
 
 def _questions(count: int) -> list[dict[str, str]]:

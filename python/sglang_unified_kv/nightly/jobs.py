@@ -12,7 +12,17 @@ from .gsm8k import Gsm8k
 from .launch import Launch
 from .machine import Machine
 from .rules import PREFILL_COST
-from .steps import Capacity, Determinism, Engaged, Place, Recall, Restart, SendAgain, Step
+from .steps import (
+    Attestation,
+    Capacity,
+    Determinism,
+    Engaged,
+    Place,
+    Recall,
+    Restart,
+    SendAgain,
+    Step,
+)
 
 
 @dataclass(frozen=True)
@@ -92,10 +102,11 @@ def radix_only(machine: Machine) -> Job:
 def _hisparse(machine: Machine, name: str, dp: int) -> Job:
     server = launch.hisparse(machine, dp)
     steps = (Capacity(), Recall(), *_accuracy())
+    attested = (Engaged(), Attestation())
     return Job(
         name,
         f"HiSparse on the unified pool at TP8{' with attention DP8' if dp > 1 else ''}: swap-in and GSM8K",
-        _off_and_on(server, steps),
+        (Phase("off", server.off(), steps), Phase("on", server, (*attested, *steps))),
     )
 
 

@@ -45,6 +45,7 @@ class Launch:
         ranks: of tensor parallelism.
         dp: ranks of data-parallel attention, 1 without.
         storage: whether it gets a folder for the file storage backend.
+        hisparse: whether it is for HiSparse, or what that is compared with.
     """
 
     flags: tuple[str, ...]
@@ -52,6 +53,7 @@ class Launch:
     ranks: int = 1
     dp: int = 1
     storage: bool = False
+    hisparse: bool = False
 
     def with_env(self, **values: str) -> Launch:
         return replace(self, env=self.env | values)
@@ -145,4 +147,5 @@ def hisparse(machine: Machine, dp: int) -> Launch:
     }
     flags = ("--disable-radix-cache", "--decode-log-interval", "1", "--enable-hisparse")
     config_flags = ("--hisparse-config", json.dumps(config))
-    return _launch(machine, 8, dp, *flags, *config_flags, env={HISPARSE: "1"})
+    launch = _launch(machine, 8, dp, *flags, *config_flags, env={HISPARSE: "1"})
+    return replace(launch, hisparse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from ..cli.signals import signals_unwind
 from .jobs import JOBS, Job
 from .launch import shell
 from .machine import MI355X, REFERENCE, Machine, default_model, write_model
+from .verdict import Check, Outcome, Verdict
 
 
 def main(name: str) -> None:
@@ -90,12 +90,20 @@ def _run(
     out.mkdir(parents=True, exist_ok=True)
     from .run import run
 
-    with ExitStack() as stack:
-        stack.enter_context(signals_unwind())
-        if model is None:
-            model = str(write_model(out / "model"))
-        verdict = run(job, machine, model, data, out, lambda text: console.print(escape(text)))
-    verdict.write(out / "verdict.json")
+    verdict, broken = Verdict(job.name, machine.name), "interrupted"
+    try:
+        with signals_unwind():
+            if model is None:
+                model = str(write_model(out / "model"))
+            run(job, machine, model, data, out, lambda t: console.print(escape(t)), verdict)
+        broken = ""
+    except Exception as error:  # a job that breaks, at whatever, has not failed: it could not run
+        broken = repr(error)
+        console.print_exception()
+    finally:
+        if broken:
+            verdict.add("job", [Check("job", Outcome.NOT_RUN, broken, "comes to its end")])
+        verdict.write(out / "verdict.json")
     verdict.print(console)
     if machine.reference:
         console.print(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 PAGE_TOKENS = 256
 ROW_TOKENS = 4
@@ -17,7 +18,7 @@ ROW_TOKENS = 4
 ROWS_PAGE = 64
 """C4 rows of a page; HiSparse counts whole pages."""
 
-ENGAGED = ("Unified KV engaged on ", "Checkpoints engaged: ")
+ENGAGED = "Unified KV engaged on "
 """What each rank says once at start."""
 
 REQUIRED = (
@@ -136,6 +137,24 @@ def swap_faults(
     return sorted(set(faults))
 
 
+def check_faults(document: Mapping[str, Any]) -> list[str]:
+    """What the results of ``sglang-unified-kv check`` say against exact reuse on a GPU.
+
+    Not that answers are unlike the cold run's: kernels may round otherwise for the shapes of a hit, and a
+    repetition that reused nothing is such a cold run.
+
+    >>> tail = {"tail": 16, "hits": 60, "hits_outside_majority": 2, "unlike_cold": 60}
+    >>> check_faults({"tails": [tail], "doubts": []})
+    ['tail 16: 2 of 60 answers that reused are outside their majority']
+    """
+    return [
+        f"tail {tail['tail']}: {tail['hits_outside_majority']} of {tail['hits']} answers that reused "
+        "are outside their majority"
+        for tail in document["tails"]
+        if tail["hits_outside_majority"]
+    ] + document["doubts"]
+
+
 @dataclass(frozen=True)
 class Score:
     """Right answers of a number of questions.
@@ -174,10 +193,10 @@ def floor(published: float, questions: int) -> float:
     return published - ONE_PERCENT * math.sqrt(published * (1 - published) / questions)
 
 
-def cost(off: float, on: float) -> float:
-    """Share by which a rate falls (for a time: give them exchanged).
+def cost(off: float, on: float) -> float | None:
+    """Share by which a rate falls (for a time: give them exchanged); None where ``off`` is no rate.
 
     >>> round(cost(100.0, 95.0), 3)
     0.05
     """
-    return 1 - on / off
+    return 1 - on / off if off > 0 else None

@@ -18,8 +18,14 @@ LAST_LINES = 40
 
 
 def run(
-    job: Job, machine: Machine, model: str, data: str | None, out: Path, say: Callable[[str], None]
-) -> Verdict:
+    job: Job,
+    machine: Machine,
+    model: str,
+    data: str | None,
+    out: Path,
+    say: Callable[[str], None],
+    verdict: Verdict,
+) -> None:
     """Run every phase of ``job``; a server that fails ends it.
 
     Args:
@@ -27,15 +33,14 @@ def run(
         data: GSM8K as JSON lines; None lets SGLang's client fetch it.
         out: folder for logs and results.
         say: told what is going on.
+        verdict: gets every check as it is made.
     """
-    verdict = Verdict(job.name, machine.name)
     for phase in job.phases:
         begun = time.monotonic()
         whole = _run(phase, machine, model, data, out, verdict, say)
         verdict.seconds[phase.name] = time.monotonic() - begun
         if not whole:
             break
-    return verdict
 
 
 def _run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import secrets
@@ -74,7 +75,7 @@ class Engaged(Step):
         yield f"the log says once for each of {place.launch.ranks} ranks what is engaged"
 
     def run(self, server: Server) -> Iterator[Check]:
-        found = len(rules.lines_of(server.log_since_start(), *rules.ENGAGED))
+        found = len(rules.lines_of(server.log_since_start(), rules.ENGAGED))
         ranks = server.place.launch.ranks
         yield judge("every rank is engaged", found == ranks, found, f"{ranks} ranks say so")
 
@@ -180,22 +181,65 @@ class Restart(Step):
 
 @dataclass(frozen=True)
 class Determinism(Step):
-    """``sglang-unified-kv check``."""
+    """``sglang-unified-kv check``.
+
+    On a GPU the answers of hits have to be alike; whether they are the cold run's is shown.
+    """
 
     def command(self, place: Place) -> list[str]:
-        report = str(place.out / f"{place.phase}-check.json")
-        check = [sys.executable, "-m", "sglang_unified_kv.cli", "check", "--url", place.url]
-        return [*check, *place.machine.sizes.check, "--json", report]
+        options = [*place.machine.sizes.check, "--json", str(self._report(place))]
+        return [*_check_of(place), *options]
+
+    def _report(self, place: Place) -> Path:
+        return place.out / f"{place.phase}-check.json"
+
+    def plan(self, place: Place) -> Iterator[str]:
+        yield f"$ {place.shell(self.command(place))}"
+        if place.machine.reference:
+            yield "it exits with 0"
+        else:
+            yield "the ranks run the same, answers that reused are alike; unlike cold: not judged"
+
+    def run(self, server: Server) -> Iterator[Check]:
+        place, name = server.place, "sglang-unified-kv check"
+        code, report = server.program("check", self.command(place)), self._report(place)
+        log = server.program_log_path("check")
+        # Where the ranks disagree there is no report.
+        if place.machine.reference or code != 1 or not report.exists():
+            yield _exited(name, code, "not deterministic", log)
+            return
+        document = json.loads(report.read_text())
+        faults = rules.check_faults(document)
+        yield judge(name, not faults, f"{'; '.join(faults) or 'alike'} ({log})", "hits are alike")
+        total = sum(tail["rounds"] for tail in document["tails"])
+        unlike = sum(tail["unlike_cold"] for tail in document["tails"])
+        yield from _equal(place.machine, "answers of check as the cold ones", total - unlike, total)
+
+
+def _check_of(place: Place) -> list[str]:
+    return [sys.executable, "-m", "sglang_unified_kv.cli", "check", "--url", place.url]
+
+
+def _exited(name: str, code: int, failed: str, log: Path) -> Check:
+    found = {0: "0", 1: f"1: {failed}"}.get(code, f"{code}: it could not tell")
+    return judge(name, code == 0, f"{found} ({log})", "exit code 0")
+
+
+@dataclass(frozen=True)
+class Attestation(Step):
+    """``sglang-unified-kv check --attest-only``: every rank runs the same."""
+
+    def command(self, place: Place) -> list[str]:
+        return [*_check_of(place), "--attest-only"]
 
     def plan(self, place: Place) -> Iterator[str]:
         yield f"$ {place.shell(self.command(place))}"
         yield "it exits with 0"
 
     def run(self, server: Server) -> Iterator[Check]:
-        code = server.program("check", self.command(server.place))
-        found = {0: "0", 1: "1: not deterministic"}.get(code, f"{code}: it could not tell")
-        log = f"{server.place.out}/{server.place.phase}-check.log"
-        yield judge("sglang-unified-kv check", code == 0, f"{found} ({log})", "exit code 0")
+        code = server.program("attestation", self.command(server.place))
+        log = server.program_log_path("attestation")
+        yield _exited("attestation", code, "the ranks differ", log)
 
 
 @dataclass(frozen=True)
@@ -226,6 +270,13 @@ def figure(machine: Machine, name: str, ok: bool, found: str, needed: str) -> Ch
     """A check of a figure that says nothing on the reference engine, where it is only shown."""
     if machine.reference:
         return Check(name, Outcome.NOT_JUDGED, found, needed)
+    return judge(name, ok, found, needed)
+
+
+def yardstick(phase: str, name: str, ok: bool, found: object, needed: str) -> Check:
+    """A check that fails the job where our code ran; stock SGLang that falls short is no yardstick."""
+    if phase == "off" and not ok:
+        return Check(name, Outcome.NOT_RUN, str(found), needed)
     return judge(name, ok, found, needed)
 
 
