@@ -75,6 +75,16 @@ def test_a_tail_saves_what_it_must_and_no_hit_loses_more(path, least, share):
         assert boundary - below >= max(least * PAGE, boundary / share if share else 0)
 
 
+def test_a_page_behind_six_is_too_little_and_no_spacing_reaches_into_a_known_path():
+    path = Path(6 * PAGE, 6 * PAGE, 7 * PAGE + 9)
+    span = Span(path.resumed, path.prompt)
+    assert Sparse(PAGE).boundaries(span, path) == [7 * PAGE]
+    assert Sparse(PAGE, share=4).boundaries(span, path) == []
+    known = Path(PAGE, 8 * PAGE, 10 * PAGE + 9)
+    found = Sparse(PAGE, branch=True, spacing=4).boundaries(Span(PAGE, known.prompt), known)
+    assert found == [8 * PAGE, 10 * PAGE]
+
+
 def test_outputs_are_counted_from_the_deepest_checkpoint_of_the_prompt():
     path = Path(512, 512, 700)
     assert Sparse(PAGE, output_every=2).boundaries(Span(700, 2100), path) == [1024, 1536, 2048]
