@@ -157,6 +157,23 @@ def test_doctor_reports_what_sglang_itself_rejects(doctor):
     assert reason.startswith("SGLang rejects them: ") and "chunked_prefill_size" in reason
 
 
+@pytest.mark.parametrize(
+    "error, hint",
+    [
+        (RuntimeError("No accelerator (CUDA, XPU, ...) is available."), "add --device cpu"),
+        (
+            OSError("We couldn't connect to 'https://huggingface.co'"),
+            "a folder with the model's config.json",
+        ),
+        (ValueError("--page-size 7"), ""),
+    ],
+)
+def test_doctor_says_what_to_do_about_what_is_no_flag(error, hint):
+    from sglang_unified_kv.cli.doctor import _hint
+
+    assert hint in _hint(error) and bool(hint) == bool(_hint(error))
+
+
 def test_doctor_sees_what_the_plugin_itself_cannot(doctor, plugin_dist):
     report = doctor(environ=ON | {"SGLANG_PLUGINS": "other"}, code=1)
     assert failed(report)["plugin entry"] == [

@@ -243,7 +243,10 @@ def test_what_runs_out_first():
         ({"tokens_fitting": 2000 * PAGE}, "--max-total-tokens leaves 2.3 GB of the KV memory"),
         ({"host_shortfall": 1}, "the host pools need 7.0 GB of 100.0 GB"),
         ({"records": 0}, "no checkpoint of 10.0 MB fits"),
-        ({}, "checkpoints run out before pages: 10 prompts of 12,544 tokens against 40"),
+        (
+            {},
+            "checkpoints run out before pages: 10 prompts of 12,544 tokens against 40, which need",
+        ),
     ],
 )
 def test_warnings(changes, text):

@@ -63,6 +63,16 @@ def test_the_command_reports_and_draws(pro, tmp_path):
     assert f"{report['tokens']:,}" in table and "warning: checkpoints run out" in table
 
 
+def test_what_sglang_derives_from_a_gpu_is_asked_for_or_said(pro):
+    flags = [f for f in command(pro) if f not in ("--mem-fraction-static", "0.85")]
+    code, output = run_plan(flags, ())
+    assert code == 2 and "--mem-fraction-static is not given" in " ".join(output.split())
+    said = "--chunked-prefill-size is not given: planned with"
+    assert any(said in line for line in report_of(pro)["warnings"])
+    given = report_of(pro, flags=["--chunked-prefill-size=8192"])["warnings"]
+    assert not any(said in line for line in given)
+
+
 def test_too_little_host_memory_is_said(pro):
     budget = {"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "120"}
     whole = report_of(pro, env=budget, host=1000)

@@ -166,7 +166,7 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
         report.checks["launch flags"] = ["SGLang's parser rejects them, see stderr"]
         return
     except _UPSTREAM_ERRORS as error:
-        report.checks["launch flags"] = [f"SGLang rejects them: {error}"]
+        report.checks["launch flags"] = [f"SGLang rejects them: {error}{_hint(error)}"]
         return
     facts = facts_of(server_args)
     # The flags may carry a setting, so it is read again.
@@ -186,6 +186,15 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
         engage.ENVIRONMENT_OBSTACLES + engage.LAUNCH_OBSTACLES,
         facts,
     )
+
+
+def _hint(error: Exception) -> str:
+    """What to do about a complaint that is not of the flags."""
+    if "No accelerator" in str(error):
+        return " Run this on the GPU machine, or add --device cpu to check the flags alone."
+    if isinstance(error, OSError):
+        return " --model-path may be a folder with the model's config.json, with --skip-tokenizer-init."
+    return ""
 
 
 def _print(report: Report) -> None:

@@ -58,6 +58,11 @@ def plan(
     try:
         planner, settings, args = _planner(list(launch_flags))
         fraction = args.mem_fraction_static
+        if fraction is None:
+            raise typer.BadParameter(
+                "--mem-fraction-static is not given, and SGLang derives it from a GPU that is not here: give "
+                "it, as the server's log has it or, say, 0.85"
+            )
         machine = Machine(hbm_gb, weights_gb, host_gb)
         available = machine.available(fraction)
         if available <= 0:
@@ -70,6 +75,11 @@ def plan(
     except _UPSTREAM_ERRORS as error:
         raise typer.BadParameter(f"SGLang rejects this: {error}") from error
     report = _report(sizes, machine, available, prompt_tokens, new_tokens)
+    if not any(flag.partition("=")[0] == "--chunked-prefill-size" for flag in launch_flags):
+        report["warnings"].append(
+            f"--chunked-prefill-size is not given: planned with {args.chunked_prefill_size}, as on a machine "
+            "without a GPU; staging and slots of your server may differ"
+        )
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:

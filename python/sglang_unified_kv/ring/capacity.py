@@ -203,10 +203,13 @@ def warnings(sizes: Sizes, machine: Machine, available: int, length: int, new: i
             "raise SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB or lower --hicache-ratio"
         )
     elif "checkpoints" in held and held["checkpoints"] < held.get("host pages", 0):
+        records = held["host pages"] * checkpoints(sizes, length, new)
+        need = records * sizes.per_checkpoint / GB
+        left = machine.host_gb - sum(sizes.host_page.values()) * sizes.host_pages / GB
+        remedy = "" if need <= left else f"; the pages leave {left:.1f}, so lower --hicache-ratio"
         found.append(
             f"checkpoints run out before pages: {held['checkpoints']} prompts of {length:,} tokens against "
-            f"{held['host pages']}; raise SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB or place fewer: "
-            "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY=sparse"
+            f"{held['host pages']}, which need SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB={need:.1f}{remedy}"
         )
     return found
 
