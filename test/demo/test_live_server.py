@@ -2,13 +2,16 @@
 
 import json
 import os
+import time
 from collections import Counter
 
+import psutil
 import pytest
 import requests
 from dashboard import queries, selectors
 from prometheus_client.parser import text_string_to_metric_families
 from sglang_unified_kv.cli import app
+from sglang_unified_kv.cli.attest import said_by_ranks, started_by_ranks
 from sglang_unified_kv.cli.client import SGLangClient
 from sglang_unified_kv.cli.demo import environment, launch_command
 from sglang_unified_kv.cli.demo_story import EVICTION_TOKENS, prompt
@@ -109,6 +112,8 @@ def test_the_rank_says_once_what_is_engaged(served, tmp_path):
     words = " ".join(f"{name}={value}" for name, value in said.items() if value)
     assert line.endswith(f"Unified KV engaged on dp0 tp0 (dp_size 1, tp_size 1): {words}")
     assert words in " ".join(run.output.split())
+    (started,) = started_by_ranks(served.client.metrics()).values()
+    assert psutil.Process(served.process.pid).create_time() <= started <= time.time()
 
 
 def test_every_metric_is_exported_from_the_start(served):
@@ -197,7 +202,5 @@ def test_a_known_workload_is_what_is_exported_and_what_answers_report(served):
 
 
 def said_by(served):
-    from sglang_unified_kv.cli.attest import said_by_ranks
-
     (((said,),)) = said_by_ranks(served.client.metrics()).values()
     return vars(said)

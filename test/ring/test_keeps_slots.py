@@ -42,7 +42,7 @@ def test_the_metric_counts_the_slots_that_a_decode_node_keeps_for_transfers(slot
     if more:
         rows = DecodeReqToTokenPool(slots, 1024, "cpu", False, pre_alloc_size=more)
     count = taken.draw(st.integers(0, slots + more))
-    rows.alloc_rows(count)
+    rows.alloc([SimpleNamespace(kv=SimpleNamespace(holds_kv=False)) for _ in range(count)])
     scheduler = SimpleNamespace(req_to_token_pool=rows, token_to_kv_pool_allocator=allocator)
     found = {sample.labels: sample.value for sample in samples._ring(scheduler)}
     assert (found["free",], found["used",]) == (slots + more - count, count)
