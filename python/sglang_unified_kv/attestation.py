@@ -100,6 +100,7 @@ def expected_ranks(server_info: Mapping[str, Any]) -> list[Rank]:
     """The scheduler processes of a server, by its ``/server_info``.
 
     With DP attention the data-parallel ranks share the tensor-parallel group; otherwise each has its own.
+    SGLang does not have both, and counts the first as ``attn_dp_size`` however it was asked for.
     Of a server on several nodes, those of the node that answers: each exports its own.
 
     Raises:
@@ -112,8 +113,8 @@ def expected_ranks(server_info: Mapping[str, Any]) -> list[Rank]:
     tp, dp = server_info["tp_size"], server_info["dp_size"]
     nodes, node = server_info["nnodes"], server_info["node_rank"]
     here = range(tp // nodes * node, tp // nodes * (node + 1))
-    if server_info["enable_dp_attention"]:
-        return [Rank(rank * dp // tp, rank) for rank in here]
+    if (groups := server_info["attn_dp_size"]) > 1:
+        return [Rank(rank * groups // tp, rank) for rank in here]
     return [Rank(group, rank) for group in range(dp) for rank in here]
 
 

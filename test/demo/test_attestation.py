@@ -33,7 +33,7 @@ INFO = {
     "pp_size": 1,
     "nnodes": 1,
     "node_rank": 0,
-    "enable_dp_attention": False,
+    "attn_dp_size": 1,
 }
 TWO = expected_ranks(INFO)
 
@@ -155,13 +155,13 @@ def test_data_parallel_ranks_size_their_own_pools():
         (dict(tp_size=1), [(0, 0)]),
         (dict(tp_size=2), [(0, 0), (0, 1)]),
         (dict(tp_size=2, dp_size=2), [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        (dict(tp_size=2, dp_size=2, enable_dp_attention=True), [(0, 0), (1, 1)]),
+        (dict(tp_size=2, attn_dp_size=2), [(0, 0), (1, 1)]),
         (
-            dict(tp_size=4, dp_size=2, enable_dp_attention=True),
+            dict(tp_size=4, attn_dp_size=2),
             [(0, 0), (0, 1), (1, 2), (1, 3)],
         ),
         (
-            dict(tp_size=4, dp_size=2, enable_dp_attention=True, nnodes=2, node_rank=1),
+            dict(tp_size=4, attn_dp_size=2, nnodes=2, node_rank=1),
             [(1, 2), (1, 3)],
         ),
     ],
