@@ -67,7 +67,7 @@ def test_what_sglang_derives_from_a_gpu_is_asked_for_or_said(pro):
     flags = [f for f in command(pro) if f not in ("--mem-fraction-static", "0.85")]
     code, output = run_plan(flags, ())
     assert code == 2 and "--mem-fraction-static is not given" in " ".join(output.split())
-    said = "--chunked-prefill-size is not given: planned with"
+    said = "--chunked-prefill-size is not given, and SGLang chooses it by the GPU"
     assert any(said in line for line in report_of(pro)["warnings"])
     given = report_of(pro, flags=["--chunked-prefill-size=8192"])["warnings"]
     assert not any(said in line for line in given)

@@ -75,10 +75,11 @@ def plan(
     except _UPSTREAM_ERRORS as error:
         raise typer.BadParameter(f"SGLang rejects this: {error}") from error
     report = _report(sizes, machine, available, prompt_tokens, new_tokens)
-    if not any(flag.partition("=")[0] == "--chunked-prefill-size" for flag in launch_flags):
+    given = {flag.partition("=")[0] for flag in launch_flags}
+    if sizes.staging and "--chunked-prefill-size" not in given:
         report["warnings"].append(
-            f"--chunked-prefill-size is not given: planned with {args.chunked_prefill_size}, as on a machine "
-            "without a GPU; staging and slots of your server may differ"
+            "--chunked-prefill-size is not given, and SGLang chooses it by the GPU: give your server's, for "
+            "checkpoint staging depends on it"
         )
     if as_json:
         typer.echo(json.dumps(report, indent=2))
