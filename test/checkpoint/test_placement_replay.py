@@ -191,8 +191,9 @@ def test_the_default_hits_at_least_as_much_as_the_best_grid(name):
         records = max(pages // part, 1)
         ours = Replay(policy_of("combined", page_size=PAGE), records=records).run(requests)
         grids = [Replay(Grid(PAGE, 2**i), records=records).run(requests).hit for i in range(7)]
-        # 0.991 where the store holds the captures of a few requests ("shared", 17 records).
-        assert ours.hit >= 0.99 * max(grids), (part, ours.hit, grids)
+        # There the store holds 17 records, the captures of a few requests: not reached (docs/placement.md).
+        least = 0.991 if (name, part) == ("shared", 256) else 0.998
+        assert ours.hit >= least * max(grids), (part, ours.hit, grids)
 
 
 @pytest.mark.slow

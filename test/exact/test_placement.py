@@ -129,7 +129,7 @@ def test_hits_are_exact(engine, manager, name):
         runs.append((ids, run))
     hits = [(ids, run) for ids, run in runs if run.cached_tokens]
     # "sparse" leaves out most of what such short prompts share.
-    assert len(hits) >= 2
+    assert len(hits) >= (2 if name == "sparse" else 4)
     for ids, run in hits:
         assert_equal_runs(run, recorder.cold(ids))
 

@@ -69,6 +69,18 @@ def test_a_lost_record_cuts_the_hit(engine, manager, oracle):
     assert_equal_runs(hit, oracle.run(1100))
 
 
+def test_the_gate_is_not_blamed_for_what_sglang_does_not_match(engine, manager, oracle):
+    engine.run(oracle.text[:700], 1)
+    stats = manager.stats
+    before = stats.gate_rejected, stats.gate_none
+    # Logprobs of the whole prompt: SGLang reuses none of it.
+    engine.run(oracle.text[:700], 1, return_logprob=True, logprob_start_len=0)
+    assert (stats.gate_rejected, stats.gate_none) == (before[0], before[1] + 1)
+    manager.suspend()
+    engine.run(oracle.text[:700], 1)
+    assert (stats.gate_rejected, stats.gate_none) == (before[0], before[1] + 1)
+
+
 def test_a_flush_forgets_the_records(engine, manager, oracle):
     Recorder(engine).run(oracle.text[:700])
     assert len(manager.store)
