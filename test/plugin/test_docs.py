@@ -163,6 +163,28 @@ def test_launch_flags_are_parsed_by_sglang(forks):
     assert ended.rc == 0, ended.stderr
 
 
+def test_launch_lines_engage(forks, tmp_path):
+    model = str(write_pro(tmp_path))
+    lines = [
+        (environ, words[3:])
+        for _, environ, words in COMMANDS
+        if words[:3] == SERVER and "..." not in words
+    ]
+    assert len(lines) == 2
+    for environ, flags in lines:
+        assert "SGLANG_HACK_FLASHMLA_BACKEND=unified_kv_triton" in environ
+        ours = dict(assignment.split("=", 1) for assignment in environ if "UNIFIED_KV_" in assignment)
+        argv = ["x", "doctor", "--json", "--", *flags, "--model-path", model, "--device", "cpu"]
+        # The real machine's attention backend does not run here.
+        ours = {n: v for n, v in ours.items() if "HACK" not in n}
+        ended = forks.run(
+            "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])",
+            ours | {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1"},
+            argv=argv,
+        )
+        assert json.loads(ended.stdout)["decision"] == "engaged", ended.stdout + ended.stderr
+
+
 def test_our_commands_are_parsed():
     group = typer.main.get_command(app)
     ours = [words for *_, words in COMMANDS if words[0] == "sglang-unified-kv"]

@@ -85,7 +85,7 @@ def test_an_environment_is_built_once_and_an_unfinished_one_anew(setup, tmp_path
     built, did = setup()
     folder = Path(built.stdout.strip())
     assert built.returncode == 0 and folder == unfinished / "bin"
-    assert did[:2] == ["venv", "-m pip install"]
+    assert did[:3] == ["venv", "-m pip install", "-m compileall -q"]
     assert not (unfinished / "left over").exists()
 
     again, did = setup()
