@@ -40,7 +40,9 @@ def command(name: str) -> Callable[..., None]:
         ] = None,
         model: Annotated[
             str | None,
-            typer.Option(help="Default: $SGLANG_UNIFIED_KV_NIGHTLY_MODEL, or deepseek-ai/DeepSeek-V4-Pro."),
+            typer.Option(
+                help="Default: $SGLANG_UNIFIED_KV_NIGHTLY_MODEL, or deepseek-ai/DeepSeek-V4-Pro."
+            ),
         ] = None,
         gsm8k: Annotated[
             Path | None,
