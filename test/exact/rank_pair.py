@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import socket
@@ -10,6 +11,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any
+
+import torch
+from sglang_unified_kv.reference import harness  # noqa: F401  (before SGLang, for a GPU)
 
 RANKS = 2
 ANSWER_S = 400.0
@@ -48,7 +52,9 @@ class Pair:
                 raise AssertionError(f"{function.__name__}: no rank answers, {answers.keys()} did")
             for pipe in ready:
                 rank = self._pipes.index(pipe)
-                ok, answers[rank] = pipe.recv()
+                # A GPU's tensors: the ranks are compared with each other here.
+                answer = io.BytesIO(pipe.recv_bytes())
+                ok, answers[rank] = torch.load(answer, map_location="cpu", weights_only=False)
                 if not ok:
                     self.kill()
                     raise AssertionError(f"rank {rank}: {function.__name__}:\n{answers[rank]}")
@@ -108,10 +114,13 @@ def _serve(rank: int, pipe) -> None:
             function, port, arguments = pipe.recv()
         except EOFError:
             return
+        answer = io.BytesIO()
         try:
-            pipe.send((True, function(rank, port, *arguments)))
+            torch.save((True, function(rank, port, *arguments)), answer)
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = io.BytesIO()
+            torch.save((False, traceback.format_exc()), answer)
+        pipe.send_bytes(answer.getvalue())
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""Several ranks on the CPU."""
+"""Several ranks on the CPU, or on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -37,6 +37,23 @@ def memcpy(dst, src, dim, offset, sz, offset_src):
     from sglang.srt.layers.dp_attention import memcpy_cpu
 
     memcpy_cpu(dst, src, dim, int(offset), int(sz), offset_src)
+
+
+@SERIES.wrap(
+    "sglang.srt.distributed.parallel_state:_group_coordinator_device",
+    feature=FEATURE,
+    why="the CPU wherever SGLang sees no CUDA, as for an engine on a GPU (harness.py)",
+    params="local_rank",
+    fingerprint="c818f168474cced2",
+)
+def device_of_the_engine(original, local_rank):
+    import torch
+
+    from sglang_unified_kv.reference.harness import DEFAULTS
+
+    if DEFAULTS["device"] == "cuda":
+        return torch.device("cuda", local_rank)
+    return original(local_rank)
 
 
 def _on_cpu(method: str):
