@@ -7,8 +7,9 @@ environment (see ``edits/server_args.py``).
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -26,9 +27,13 @@ STORAGE_PER_RANK: Final = "SGLANG_UNIFIED_KV_STORAGE_PER_RANK"
 RING_FIXES: Final = "SGLANG_UNIFIED_KV_RING_FIXES"
 HISPARSE: Final = "SGLANG_UNIFIED_KV_HISPARSE"
 
+PREFIX: Final = "SGLANG_UNIFIED_KV_"
+NOT_SETTINGS: Final = ("REFERENCE_", "NIGHTLY_MODEL", "ENV_ROOT", "PYTHON")
+"""What follows the prefix in names that the reference engine, jobs and scripts read."""
+
 
 class ConfigError(ValueError):
-    """One or more environment variables hold a value that is not allowed.
+    """One or more environment variables hold a value that is not allowed, or do not exist.
 
     ``reasons`` holds one line per variable: name, value found, what is allowed, remedy.
     """
@@ -170,27 +175,41 @@ def variables() -> list[Variable]:
     return found
 
 
+def _unknown(environ: Mapping[str, str], known: Collection[str]) -> list[str]:
+    reasons = []
+    for name in sorted(environ):
+        ours = name.startswith(PREFIX) and not name.removeprefix(PREFIX).startswith(NOT_SETTINGS)
+        if ours and name not in known and environ[name]:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"did you mean {near[0]}? Correct it or unset it" if near else "unset it"
+            reasons.append(f"{name}={environ[name]!r}: there is no such variable; {meant}")
+    return reasons
+
+
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the settings from ``environ`` (default: the process environment).
 
     A variable set to the empty string counts as unset.
 
     Raises:
-        ConfigError: naming every variable whose value is not allowed.
+        ConfigError: naming every variable whose value is not allowed, and every one that begins like ours
+            and is none.
     """
     environ = os.environ if environ is None else environ
     allowed = {variable.name: variable.allowed for variable in variables()}
     found: dict[str, Any] = {name: environ[name] for name in allowed if environ.get(name)}
+    reasons, settings = _unknown(environ, allowed), None
     try:
         settings = Settings(**found)
     except ValidationError as error:
         bad = sorted({str(item["loc"][0]) for item in error.errors()}, key=list(allowed).index)
-        reasons = [
+        reasons += [
             f"{name}={found[name]!r} is not allowed: it must be {allowed[name]}; "
             "correct it or unset it"
             for name in bad
         ]
-        raise ConfigError(reasons) from None
+    if reasons or settings is None:
+        raise ConfigError(reasons)
     if settings.offload_page_stride and settings.checkpoint_policy not in (None, "grid"):
         raise ConfigError(
             [

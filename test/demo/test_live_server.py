@@ -2,8 +2,12 @@
 
 import json
 import os
+import re
+import shlex
+import subprocess
 import time
 from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
@@ -97,6 +101,24 @@ def test_it_is_deterministic(served, tmp_path):
         assert sum(tail["cached_by"].values()) == 4 * 512
     # Stock would not have reused the page that the last window begins in.
     assert (near["credit"], far["credit"]) == (256, 0)
+
+
+def test_the_quick_start_asks_such_a_server(served):
+    page = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+    launch = re.search(r"python -m sglang.launch_server (--model-path tiny .*?)\n```", page, re.S)
+    shown = shlex.split(launch[1].replace("\\\n", " "))
+    run = launch_command(Path("tiny"), 30000)[3:]
+    for flag in ("--host", "--hicache-storage-backend", "--hicache-storage-prefetch-policy"):
+        del run[run.index(flag) : run.index(flag) + 2]
+    assert sorted(shown) == sorted(run)
+    asked = re.search(
+        r"```bash\n(for again .*?done)\n(sglang-unified-kv check.*?)\n```", page, re.S
+    )
+    command = asked[1].replace("http://localhost:30000", served.url).replace("done", "echo; done")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    cached = [json.loads(a)["meta_info"]["cached_tokens"] for a in done.stdout.splitlines() if a]
+    assert cached == [0, 512]
+    assert asked[2].split()[4:] == f"{SMALL} --token-ids 6-1023".split()
 
 
 def test_the_rank_says_once_what_is_engaged(served, tmp_path):

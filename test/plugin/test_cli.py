@@ -121,11 +121,23 @@ def test_doctor_names_everything_that_is_missing_and_in_the_way(doctor):
         "none of SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE, SGLANG_UNIFIED_KV_BIT_EXACT_RADIX, "
         "SGLANG_UNIFIED_KV_HISPARSE is set; set one of them to 1"
     ]
-    platform, backend, hicache = found.pop("conditions")
-    assert "ROCm" in platform and "unified_kv_triton" in backend
+    backend, hicache = found.pop("conditions")
+    assert "unified_kv_triton" in backend
     assert hicache.startswith("--enable-hierarchical-cache (")
     assert found.pop("obstacles") == ["--enable-streaming-session: not supported; remove the flag"]
     assert not found
+
+
+def test_doctor_of_the_flags_alone(forks, model):
+    flags = ["--model-path", str(model), "--device", "cpu", "--page-size", "256", HICACHE]
+    flags += ["--attention-backend", "dsv4"]
+    environ = ON | {"SGLANG_HACK_FLASHMLA_BACKEND": "unified_kv_triton"}
+    ended = forks.run(DOCTOR, environ, argv=["x", "doctor", "--", *flags])
+    assert ended.rc == 0, ended.stdout + ended.stderr
+    last = "Exact reuse would engage on ROCm; the machine was not checked."
+    assert ended.stdout.splitlines()[-1] == last
+    ended = forks.run(DOCTOR, environ, argv=["x", "doctor"])
+    assert ended.rc == 1 and "ROCm (torch is not a HIP build)" in ended.stdout
 
 
 def test_doctor_would_be_refused(doctor):
@@ -146,15 +158,16 @@ def test_doctor_of_hisparse(doctor):
     assert report["decision"] == "inert"
     assert failed(report) == {"conditions": ["--enable-hisparse"]}
     report = doctor("--enable-hisparse", environ=HISPARSE, code=1)
-    (reason,) = failed(report)["launch flags"]
+    reason, _ = failed(report)["launch flags"]
     assert "SGLang rejects them: " in reason and "add --disable-radix-cache" in reason
 
 
 def test_doctor_reports_what_sglang_itself_rejects(doctor):
     assert "launch flags" in failed(doctor("--no-such-flag", code=1))
     report = doctor(HICACHE, "--chunked-prefill-size", "100", code=1)
-    (reason,) = failed(report)["launch flags"]
+    reason, more = failed(report)["launch flags"]
     assert reason.startswith("SGLang rejects them: ") and "chunked_prefill_size" in reason
+    assert "ask again" in more
 
 
 @pytest.mark.parametrize(
@@ -166,12 +179,17 @@ def test_doctor_reports_what_sglang_itself_rejects(doctor):
             "a folder with the model's config.json",
         ),
         (ValueError("--page-size 7"), ""),
+        (
+            ValueError("enable-hierarchical-cache and disable-radix-cache are mutually exclusive"),
+            "--disaggregation-mode decode turns the radix cache off",
+        ),
     ],
 )
 def test_doctor_says_what_to_do_about_what_is_no_flag(error, hint):
     from sglang_unified_kv.cli.doctor import _hint
 
-    assert hint in _hint(error) and bool(hint) == bool(_hint(error))
+    found = _hint(error, ["--disaggregation-mode", "decode"])
+    assert hint in found and bool(hint) == bool(found)
 
 
 def test_doctor_sees_what_the_plugin_itself_cannot(doctor, plugin_dist):

@@ -81,6 +81,16 @@ def test_all_bad_values_are_named_at_once():
     assert [reason.partition("=")[0] for reason in caught.value.reasons] == list(BAD)
 
 
+def test_a_name_that_does_not_exist_is_named_with_the_nearest():
+    others = {f"SGLANG_UNIFIED_KV_{name}": "1" for name in ("REFERENCE_ENGINE", "ENV_ROOT")}
+    assert load_settings(others) == load_settings({})
+    with pytest.raises(ConfigError) as error:
+        load_settings({"SGLANG_UNIFIED_KV_CHECKPOINT_HOST": "3", POLICY: "gird"})
+    unknown, bad = error.value.reasons
+    assert unknown.startswith("SGLANG_UNIFIED_KV_CHECKPOINT_HOST='3': there is no such variable;")
+    assert f"did you mean {HOST_GB}?" in unknown and bad.startswith(f"{POLICY}='gird'")
+
+
 def test_the_process_environment_is_the_default(monkeypatch):
     monkeypatch.setenv(STRIDE, "8")
     assert load_settings().offload_page_stride == 8

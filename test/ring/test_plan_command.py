@@ -73,6 +73,19 @@ def test_what_sglang_derives_from_a_gpu_is_asked_for_or_said(pro):
     assert not any(said in line for line in given)
 
 
+def test_the_best_division_of_host_memory_fits_and_no_larger_one_does(pro):
+    first = report_of(pro, host=200)["best_split"]
+    budget = {"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": str(first["checkpoint_host_gb"])}
+    ratio = first["hicache_ratio"]
+    found = report_of(pro, env=budget, host=200, flags=[f"--hicache-ratio={ratio}"])
+    assert found["host_shortfall"] == 0 and found["best_split"] == first
+    held = found["prompts"]
+    assert held["host pages"] == first["prompts"] <= held["checkpoints"]
+    assert held["host pages"] > report_of(pro, host=200)["prompts"]["checkpoints"]
+    more = report_of(pro, env=budget, host=200, flags=[f"--hicache-ratio={ratio + 0.02:.2f}"])
+    assert more["host_shortfall"] > 0
+
+
 def test_too_little_host_memory_is_said(pro):
     budget = {"SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB": "120"}
     whole = report_of(pro, env=budget, host=1000)

@@ -159,6 +159,7 @@ def _run(console: Console, plan: Plan, url: str, timeout: float) -> Report:
     from .client import ClientError, SGLangClient
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console.print(f"{requests_of(plan):,} requests; --rounds, --churn and --tails make it fewer.")
     with (
         Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress,
         closing(SGLangClient(url, timeout_s=timeout)) as client,

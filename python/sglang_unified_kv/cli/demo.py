@@ -132,6 +132,8 @@ def _story(
     task = progress.add_task(f"{server}: starting sglang.launch_server", total=steps)
 
     def step(text: str) -> None:
+        if not progress.console.is_terminal:
+            progress.console.print(f"{server}: {text}")
         progress.update(task, description=f"{server}: {text}", advance=1)
 
     with closing(SGLangClient(f"http://127.0.0.1:{port}")) as client:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Annotated, Any
 
@@ -29,7 +30,12 @@ _UPSTREAM_ERRORS = (
 
 @dataclass
 class Report:
-    """What was checked and found. ``checks`` maps a check to its reasons; none means passed."""
+    """What was checked and found.
+
+    Attributes:
+        checks: reasons by check; none means passed.
+        platform_checked: False with ``--device cpu``, where the flags alone are.
+    """
 
     checked: str
     sglang: str | None = None
@@ -38,6 +44,7 @@ class Report:
     decision: str | None = None
     feature: str = "Exact reuse"
     checks: dict[str, list[str]] = field(default_factory=dict)
+    platform_checked: bool = True
 
     @property
     def engages(self) -> bool:
@@ -53,7 +60,8 @@ def doctor(
 ) -> None:
     """Tell whether exact reuse (with --enable-hisparse: HiSparse) would engage here, and why not.
 
-    Exit code 0 only if it would. Without launch flags only the environment half is checked.
+    Exit code 0 only if it would. Without launch flags only the environment half is checked, and with
+    --device cpu the flags alone: whether they would do on ROCm.
     """
     report = examine(list(launch_flags or []))
     if as_json:
@@ -166,9 +174,15 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
         report.checks["launch flags"] = ["SGLang's parser rejects them, see stderr"]
         return
     except _UPSTREAM_ERRORS as error:
-        report.checks["launch flags"] = [f"SGLang rejects them: {error}{_hint(error)}"]
+        report.checks["launch flags"] = [
+            f"SGLang rejects them: {error}{_hint(error, launch_flags)}",
+            "SGLang stops at the first that it rejects: ask again when that is corrected",
+        ]
         return
     facts = facts_of(server_args)
+    if server_args.device == "cpu" and not (facts.is_hip or facts.reference_engine):
+        report.platform_checked = False
+        facts = replace(facts, is_hip=True, unified_kv_gate=True)
     # The flags may carry a setting, so it is read again.
     settings = load_settings()
     report.settings = settings.model_dump()
@@ -188,8 +202,10 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     )
 
 
-def _hint(error: Exception) -> str:
-    """What to do about a complaint that is not of the flags."""
+def _hint(error: Exception, launch_flags: Sequence[str] = ()) -> str:
+    """What to do about a complaint that is not of the flags, or of one that was not given."""
+    if "disable-radix-cache" in str(error) and "decode" in launch_flags:
+        return " (--disaggregation-mode decode turns the radix cache off.)"
     if "No accelerator" in str(error):
         return " Run this on the GPU machine, or add --device cpu to check the flags alone."
     if isinstance(error, OSError):
@@ -210,4 +226,5 @@ def _print(report: Report) -> None:
         )
     else:
         verdict = "would engage" if report.engages else "would not engage"
-        console.print(f"{report.feature} {verdict} here.")
+        where = "here" if report.platform_checked else "on ROCm; the machine was not checked"
+        console.print(f"{report.feature} {verdict} {where}.")

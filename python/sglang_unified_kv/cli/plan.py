@@ -14,8 +14,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..config import BIT_EXACT_HICACHE, HISPARSE, RING_FIXES, load_settings
-from ..ring.capacity import GB, Machine, Sizes, checkpoints, first_limits, prompts, warnings
+from ..config import BIT_EXACT_HICACHE, CHECKPOINT_HOST_GB, HISPARSE, RING_FIXES, load_settings
+from ..ring.capacity import (
+    GB,
+    Machine,
+    Sizes,
+    best_split,
+    checkpoints,
+    first_limits,
+    prompts,
+    warnings,
+)
 from .extra import require_extra
 
 PRODUCT_SWITCHES = (BIT_EXACT_HICACHE, RING_FIXES, HISPARSE)
@@ -25,12 +34,15 @@ def plan(
     launch_flags: Annotated[
         list[str], typer.Argument(metavar="-- LAUNCH FLAGS", help="As for sglang.launch_server.")
     ],
-    hbm_gb: Annotated[float, typer.Option(min=1, help="Memory of one GPU, 1e9 bytes.")],
+    hbm_gb: Annotated[
+        float, typer.Option(min=1, help="Memory of one GPU, 1e9 bytes: 288 GiB are 309.")
+    ],
     weights_gb: Annotated[
         float,
         typer.Option(
             min=0,
-            help="Weights and what else is resident on one GPU (of the fullest stage), 1e9 bytes.",
+            help="Weights and what else is resident on one GPU (of the fullest stage), 1e9 bytes: 1.074 "
+            "times the GB of SGLang's log.",
         ),
     ],
     host_gb: Annotated[
@@ -50,8 +62,8 @@ def plan(
     """Print what a rank of DeepSeek-V4 on unified KV holds, and what runs out first.
 
     Bytes and capacities come from the functions that size the real pools. The switches for exact reuse, ring
-    accounting and HiSparse count as on unless the environment sets them to 0. Needs SGLang and the model's
-    config.json, no GPU.
+    accounting and HiSparse count as on unless the environment sets them to 0; our other variables count as
+    they are set. Needs SGLang and the model's config.json, no GPU.
     """
     from .doctor import _UPSTREAM_ERRORS
 
@@ -133,7 +145,7 @@ def _report(
 ) -> dict[str, Any]:
     held = prompts(sizes, length, new)
     running, cached = first_limits(held)
-    found = asdict(sizes)
+    found, split = asdict(sizes), best_split(sizes, machine, length, new)
     if sizes.hisparse:
         found["hisparse"] |= sizes.hisparse.figures(length)
     return found | {
@@ -146,6 +158,7 @@ def _report(
         "prompts": held,
         "limits_running": running,
         "limits_cached": cached,
+        "best_split": asdict(split) if split else None,
         "warnings": warnings(sizes, machine, available, length, new),
     }
 
@@ -196,6 +209,11 @@ def _print(report: dict[str, Any]) -> None:
         table.add_row(*row)
     console = Console(highlight=False)
     console.print(table)
+    if best := report["best_split"]:
+        console.print(
+            f"{report['machine']['host_gb']:g} GB of host memory hold {best['prompts']:,} such prompts at most: "
+            f"--hicache-ratio {best['hicache_ratio']:g}, {CHECKPOINT_HOST_GB}={best['checkpoint_host_gb']:g}"
+        )
     for line in report["warnings"]:
         console.print(f"[yellow]warning:[/yellow] {line}")
 

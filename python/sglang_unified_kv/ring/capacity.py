@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor
 
 from ..checkpoint.policy import Path, PlacementPolicy, Span, policy_of
 from ..hisparse.capacity import HiSparseSizes
@@ -167,6 +167,39 @@ def first_limits(held: dict[str, int]) -> tuple[str, str | None]:
     cached = [name for name in ("host pages", "checkpoints") if name in held]
     running = min((name for name in held if name not in cached), key=held.__getitem__)
     return running, min(cached, key=held.__getitem__) if cached else None
+
+
+@dataclass(frozen=True)
+class Split:
+    """How host memory is divided so that it holds the most prompts.
+
+    Attributes:
+        prompts: with all their pages and checkpoints.
+        hicache_ratio: host tokens for each device token.
+        checkpoint_host_gb: of checkpoints, GB.
+    """
+
+    prompts: int
+    hicache_ratio: float
+    checkpoint_host_gb: float
+
+
+def best_split(sizes: Sizes, machine: Machine, length: int, new: int) -> Split | None:
+    """The best division for different prompts of ``length`` and ``new`` tokens; None without both pools."""
+    if not (sizes.host_pages and sizes.exact):
+        return None
+    pages = max(stored_pages(length, new, sizes.pairs), 1)
+    page, records = sum(sizes.host_page.values()), checkpoints(sizes, length, new)
+    prompt = pages * page + records * sizes.per_checkpoint
+    # As many hundredths of the device's tokens as fit, and the records that belong to them.
+    ratio = floor(100 * machine.host_gb * GB / prompt * pages * PAGE / sizes.tokens) / 100
+    while ratio > 0:
+        held = int(ratio * sizes.tokens) // PAGE // pages
+        budget = ceil(10 * held * records * sizes.per_checkpoint / GB) / 10
+        if int(ratio * sizes.tokens) // PAGE * page / GB + budget <= machine.host_gb:
+            return Split(held, ratio, budget)
+        ratio = round(ratio - 0.01, 2)
+    return None
 
 
 def warnings(sizes: Sizes, machine: Machine, available: int, length: int, new: int) -> list[str]:
