@@ -211,8 +211,8 @@ def _print(report: dict[str, Any]) -> None:
     console.print(table)
     if best := report["best_split"]:
         console.print(
-            f"{report['machine']['host_gb']:g} GB of host memory hold {best['prompts']:,} such prompts at most: "
-            f"--hicache-ratio {best['hicache_ratio']:g}, {CHECKPOINT_HOST_GB}={best['checkpoint_host_gb']:g}"
+            f"{report['machine']['host_gb']:g} GB of host memory hold {best['prompts']:,} such prompts at "
+            f"most: --hicache-ratio {best['hicache_ratio']:g}, {CHECKPOINT_HOST_GB}={best['checkpoint_host_gb']:g}"
         )
     for line in report["warnings"]:
         console.print(f"[yellow]warning:[/yellow] {line}")
