@@ -178,6 +178,11 @@ def test_fillers_take_no_room_from_points_for_little():
     assert used_later(Density(2000, PAGE), 40, 50, 15) > 0
 
 
+def test_fillers_that_make_points_too_short_lived_take_no_room():
+    # All points are used ten requests later, and ten records hold one a request so long.
+    assert used_later(Density(10, PAGE), 10, 8, 3) == 0
+
+
 def test_a_grid_cuts_half_a_step_short_and_lasts_in_the_room_that_points_leave():
     assert used_later(Density(40, PAGE), 3, 2, 3) == 4
     assert used_later(Density(160, PAGE), 10, 2, 3) == 4
@@ -437,11 +442,11 @@ def test_what_only_fills_room_is_published_as_such():
     store = engine.manager.store
     found = {r.boundary: (r.filler, r.saves) for r in map(store.get, store.order())}
     assert found == {256: (True, 0), 512: (True, 0), 768: (True, 0), 1024: (False, 1024)}
-    since = engine.manager.density._since
+    since = engine.manager.placement.density._since
     assert [filler for _, filler in since.values()] == [True, True, True, False]
     engine.manager.release("r0")
     engine.manager.reset()
-    assert not engine.manager.density._since
+    assert not engine.manager.placement.density._since
 
 
 def test_the_store_learns_what_fillers_are_worth():
@@ -453,7 +458,7 @@ def test_the_store_learns_what_fillers_are_worth():
     engine.fresh(1)
     # Nobody left where a point is.
     engine.admit("r1", 0, 1100, matched=512)
-    assert engine.manager.store.filler_worth == engine.manager.density.worth == 1
+    assert engine.manager.store.filler_worth == engine.manager.placement.density.worth == 1
 
 
 def test_a_hit_weighs_a_record_by_what_it_saves_now():

@@ -106,7 +106,8 @@ def test_hits_are_as_long_as_the_simulator_says(engine, manager, name, stride, r
         assert output.cached_tokens == served.hit
         hits += served.hit > 0
     assert manager.store.evictions - evictions == replay.tally.evictions > 0
-    assert manager.density.age == replay.density.age
+    assert manager.placement.density.age == replay.placement.density.age
+    assert manager.store.stride == replay.store.stride
     assert hits > 5
 
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .capture import Capture, EndCapture, InteriorCapture
-from .density import Density
 from .geometry import verified_reach
 from .layout import DRAFT_KINDS, Kind
 from .pending import PendingCaptures
+from .placement import Placement
 from .policy import Path, PlacementPolicy, Span
 from .publish import NewRange, Publisher
 from .restore import Restore, restore
@@ -119,8 +119,7 @@ class CheckpointManager:
         self.mover = mover
         self.rings = list(rings)
         self.rows = rows_on(mover.device, mover.layout, self.rings, mover.staging)
-        self.policy = policy
-        self.density = Density(store.capacity, store.page_size)
+        self.placement = Placement(policy, store)
         self.stats = Stats()
         self._requested: dict[str, Record] = {}
         self.storage = StorageTraffic(store, self.stats)
@@ -141,6 +140,15 @@ class CheckpointManager:
         self._armed: _Step | None = None
         self.drafts = any(r.spec.kind in DRAFT_KINDS for r in self.rings)
         self._section_of = {(r.spec.kind, r.buffer.data_ptr()): i for i, r in enumerate(self.rings)}
+
+    @property
+    def policy(self) -> PlacementPolicy:
+        """Chooses boundaries."""
+        return self.placement.policy
+
+    @policy.setter
+    def policy(self, policy: PlacementPolicy) -> None:
+        self.placement.policy = policy
 
     def deepest(self, chain: Sequence[str], limit: int) -> int:
         """Deepest boundary not beyond ``limit`` tokens that may be resumed at; 0 if none."""
@@ -172,11 +180,7 @@ class CheckpointManager:
         """
         if not self.suspended:
             self.stats.admitted(resumed, matched)
-        grid = 0
-        if self.policy.fills:
-            grid = self.density.admit(chain, resumed, matched, prompt)
-            self.store.filler_worth = self.density.worth
-        self._paths[rid] = Path(resumed, matched, prompt, grid)
+        self._paths[rid] = self.placement.admit(chain, resumed, matched, prompt)
 
     def request_restore(self, rid: str, chain: Sequence[str], boundary: int) -> None:
         """Pin the checkpoint that a fresh row of ``rid`` will resume from.
@@ -418,12 +422,10 @@ class CheckpointManager:
         if self.suspended:
             self.stats.discarded += self._pending.drop(rid, length)
             return []
-        keep = self.policy.output_tails
+        path = self._paths[rid]
+        keep = self.policy.output_tails(path)
         self.stats.superseded += self._pending.drop_outputs(rid, length, keep)
-        fillers = self.policy.fillers(self._paths[rid])
-        for boundary in self._pending.ready(rid, length) if self.policy.fills else ():
-            key = chain[boundary // self.store.page_size - 1]
-            self.density.publish(key, filler=boundary in fillers)
+        fillers = self.placement.commit(chain, path, length, self._pending.ready(rid, length))
         return self._publisher.commit(rid, chain, length, new_ranges, fillers)
 
     def release(self, rid: str, inserted: int = 0) -> None:
@@ -448,7 +450,7 @@ class CheckpointManager:
         self._requested.clear()
         self._draft_foreign.clear()
         self._paths.clear()
-        self.density.clear()
+        self.placement.clear()
         self._publisher.clear()
         self.store.clear()
         self.storage.clear()

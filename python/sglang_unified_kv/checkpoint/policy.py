@@ -35,14 +35,16 @@ class Path:
         matched: tokens that the tree held, with or without a checkpoint: where it leaves a known path.
         prompt: tokens that are computed before the next one is sampled. For a request that comes back after a
             retraction that includes what it had generated.
-        grid: pages between checkpoints that the store affords beside others, 0 for none; asked for by
+        grid: pages between checkpoints that the store affords beside others, 0 for none; told to
             policies that fill it.
+        alone: there are no others.
     """
 
     resumed: int
     matched: int
     prompt: int
     grid: int = 0
+    alone: bool = False
 
 
 class PlacementPolicy(Protocol):
@@ -51,16 +53,13 @@ class PlacementPolicy(Protocol):
     Attributes:
         page_size: tokens per page.
         weighed: records are evicted by what they save, otherwise least recently used first.
-        output_tails: checkpoints that are kept of a request's output.
-        fills: asks for :attr:`Path.grid`.
+        fills: goes by :attr:`Path.grid`.
     """
 
     @property
     def page_size(self) -> int: ...
     @property
     def weighed(self) -> bool: ...
-    @property
-    def output_tails(self) -> int: ...
     @property
     def fills(self) -> bool: ...
 
@@ -70,6 +69,10 @@ class PlacementPolicy(Protocol):
 
     def fillers(self, path: Path) -> set[int]:
         """Boundaries among them that are captured only because there is room."""
+        ...
+
+    def output_tails(self, path: Path) -> int:
+        """Checkpoints that are kept of a request's output."""
         ...
 
 
@@ -88,7 +91,6 @@ class Grid:
     page_size: int
     stride: int
     weighed = False
-    output_tails = 2
     fills = False
 
     def boundaries(self, span: Span, path: Path) -> list[int]:
@@ -96,6 +98,9 @@ class Grid:
 
     def fillers(self, path: Path) -> set[int]:
         return set()
+
+    def output_tails(self, path: Path) -> int:
+        return 2
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,8 @@ class Sparse:
         share: and it must save at least its depth divided by this; 0 for no such limit.
         output_every: pages between the boundaries of an output that are captured; the last one stays.
         fills: also at every :attr:`Path.grid`-th page boundary of a prompt; with room for these, every tail
-            and every boundary of an output is worth its record.
+            and every boundary of an output is worth its record. Or at that alone, if
+            :attr:`Path.alone`.
 
     A prompt of 2,700 tokens of which the tree knows 600, with a checkpoint at 256:
 
@@ -143,12 +149,13 @@ class Sparse:
     output_every: int = 1
     fills: bool = False
     weighed = True
-    output_tails = 1
 
     def boundaries(self, span: Span, path: Path) -> list[int]:
         page = self.page_size
         if span.end // page == span.start // page:
             return []
+        if path.alone:
+            return boundaries(span.start, span.end, path.grid * page)
         points, fillers = self._points(path), self.fillers(path)
         found = [b for b in sorted(fillers.union(points)) if span.start < b <= span.end]
         # Behind the prompt: counted from its deepest checkpoint.
@@ -163,6 +170,9 @@ class Sparse:
         tail = page_floor(path.prompt, self.page_size)
         grid = boundaries(path.resumed, tail, path.grid * self.page_size)
         return set(grid).difference(self._points(path))
+
+    def output_tails(self, path: Path) -> int:
+        return 2 if path.alone else 1
 
     def _has_room(self, path: Path) -> bool:
         return self.fills and path.grid > 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .geometry import page_floor
 from .pending import PendingCaptures
 from .stats import Stats
-from .store import CheckpointStore, Published
+from .store import CheckpointStore, Published, Savings
 
 
 class NewRange(NamedTuple):
@@ -100,7 +100,7 @@ class Publisher:
             # New pages and no capture: a record of an older run must not pair with them.
             self._stats.removed += self._store.remove(chain[boundary // page - 1])
         own_until = self._own_until(rid, length, fresh)
-        attached = []
+        attached, savings = [], Savings(self._store, chain)
         for boundary, slot in ready.items():
             key = chain[boundary // page - 1]
             if self._strict and boundary > own_until:
@@ -111,7 +111,7 @@ class Publisher:
             else:
                 is_fresh, is_adopted = boundary in fresh, boundary in adopted
                 worth = {
-                    "saves": self._store.saving(chain, boundary) if self._store.weighed else 0,
+                    "saves": savings.at(boundary) if self._store.weighed else 0,
                     "filler": boundary in fillers,
                 }
                 kept = self._publish(key, boundary, slot, worth, fresh=is_fresh, adopted=is_adopted)

@@ -6,10 +6,14 @@ Every decision is a pure function of the calls made, in order, so that ranks tha
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heapify, heappop, heappush
+
+OCTAVES = 7
+"""Grids that are told apart: of 1, 2, 4... 64 pages."""
 
 
 @dataclass
@@ -68,6 +72,8 @@ class CheckpointStore:
 
     Attributes:
         filler_worth: how likely a filler is used, in parts of other records, at most 1; may be set any time.
+        stride: evict what is at no ``stride``-th page, then the rest, least recently used first, whatever the
+            score; a power of two, 0 for by score; may be set any time.
 
     >>> store = CheckpointStore(2, 256, weighed=True)
     >>> for key, saves in (("deep", 5120), ("shallow", 256), ("next", 512)):
@@ -94,6 +100,7 @@ class CheckpointStore:
 
     def clear(self) -> None:
         """Forget everything. Only when nothing is reserved or pinned by a running forward."""
+        self.stride = 0
         self._free = list(range(self.capacity - 1, -1, -1))
         self._reserved: set[int] = set()
         self._records: dict[str, Record] = {}
@@ -103,6 +110,8 @@ class CheckpointStore:
         self._level = 0
         # By rank; an entry that is not its record's current rank is void.
         self._queue: list[tuple[tuple[int, int], str]] = []
+        # By last use, oldest first; apart by the power of two that divides the boundary in pages.
+        self._by_use: list[OrderedDict[str, Record]] = [OrderedDict() for _ in range(OCTAVES)]
 
     def reserve(self) -> int | None:
         """A slot for a new capture, evicting the lowest ranking unpinned record if none is free.
@@ -110,11 +119,10 @@ class CheckpointStore:
         Returns None when every slot is reserved or pinned.
         """
         if not self._free:
-            victim = self._lowest_unpinned()
+            victim = self._oldest_unpinned() if self.stride else self._lowest_unpinned()
             if victim is None:
                 return None
             self.remove(victim.key)
-            self._level = victim.rank[0]
             self.evictions += 1
         slot = self._free.pop()
         self._reserved.add(slot)
@@ -131,10 +139,23 @@ class CheckpointStore:
                 pinned.append(record)
             else:
                 found = record
+                self._level = rank[0]
         for record in pinned:
             # In use: so that it is passed over once, not each time.
             self._use(record)
         return found
+
+    def _oldest_unpinned(self) -> Record | None:
+        finer = self.stride.bit_length() - 1
+        for octaves in (self._by_use[:finer], self._by_use):
+            heads = [next((r for r in o.values() if not r.pins), None) for o in octaves]
+            if found := [record for record in heads if record is not None]:
+                return min(found, key=lambda record: record.rank[1])
+        return None
+
+    def _octave(self, record: Record) -> OrderedDict[str, Record]:
+        pages = record.boundary // self.page_size
+        return self._by_use[min((pages & -pages).bit_length(), OCTAVES) - 1]
 
     def _use(self, record: Record) -> None:
         self._uses += 1
@@ -143,6 +164,9 @@ class CheckpointStore:
             self._queue = [(r.rank, r.key) for r in self._records.values() if r is not record]
             heapify(self._queue)
         heappush(self._queue, (record.rank, record.key))
+        octave = self._octave(record)
+        octave[record.key] = record
+        octave.move_to_end(record.key)
 
     def discard(self, slot: int) -> None:
         """Give a reserved slot back unpublished."""
@@ -177,7 +201,7 @@ class CheckpointStore:
             self.remove(key)
         self._reserved.remove(slot)
         record = self._records[key] = Record(
-            key, boundary, slot, mixed, saves=self._worth(saves) if filler else saves, filler=filler
+            key, boundary, slot, mixed, saves=self.worth(saves) if filler else saves, filler=filler
         )
         self._use(record)
         return Published.NEW if existing is None else Published.REPLACED
@@ -188,6 +212,7 @@ class CheckpointStore:
         if record is None:
             return False
         record.live = False
+        del self._octave(record)[key]
         if record.pins:
             self._retired[record.slot] = record
         else:
@@ -206,24 +231,11 @@ class CheckpointStore:
         return 0
 
     def saving(self, chain: Sequence[str], boundary: int) -> int:
-        """Tokens from the deepest record below ``boundary`` to it; ``chain`` as above.
+        """What a hit at ``boundary`` saves, as :class:`Savings`."""
+        return Savings(self, chain).at(boundary)
 
-        Fillers below count by :attr:`filler_worth`.
-        """
-        nearest = None
-        for pages in range(boundary // self.page_size - 1, 0, -1):
-            record = self._records.get(chain[pages - 1])
-            if record is None:
-                continue
-            saves = boundary - pages * self.page_size
-            nearest = saves if nearest is None else nearest
-            if not record.filler:
-                break
-        else:
-            saves = boundary
-        return saves - self._worth(saves - (saves if nearest is None else nearest))
-
-    def _worth(self, tokens: int) -> int:
+    def worth(self, tokens: int) -> int:
+        """What ``tokens`` count for that a filler saves."""
         return int(self.filler_worth * tokens)
 
     def get(self, key: str) -> Record | None:
@@ -298,3 +310,36 @@ class CheckpointStore:
         assert current <= set(self._queue), "a record can never be evicted"
         for slot, record in self._retired.items():
             assert record.slot == slot and not record.live and record.pins > 0, record
+
+
+class Savings:
+    """What hits along a chain save, in one walk for all its boundaries, while records are added below.
+
+    Args:
+        store: holds the records.
+        chain: page hashes of the prefix.
+    """
+
+    def __init__(self, store: CheckpointStore, chain: Sequence[str]):
+        self._store = store
+        self._chain = chain
+        # Pages walked, and the deepest record among them, filler or not, and not a filler.
+        self._walked = self._record = self._point = 0
+
+    def at(self, boundary: int) -> int:
+        """Tokens from the deepest record below ``boundary`` to it; not below the boundary asked for before.
+
+        Fillers below count by :attr:`CheckpointStore.filler_worth`.
+        """
+        pages = boundary // self._store.page_size
+        for walked in range(self._walked + 1, pages):
+            record = self._store.get(self._chain[walked - 1])
+            if record is not None:
+                self._record = walked
+                self._point = self._point if record.filler else walked
+        self._walked = max(self._walked, pages - 1)
+        return (
+            boundary
+            - self._point * self._store.page_size
+            - self._store.worth((self._record - self._point) * self._store.page_size)
+        )

@@ -212,7 +212,8 @@ def _print(report: dict[str, Any]) -> None:
     if best := report["best_split"]:
         console.print(
             f"{report['machine']['host_gb']:g} GB of host memory hold {best['prompts']:,} such prompts at "
-            f"most: --hicache-ratio {best['hicache_ratio']:g}, {CHECKPOINT_HOST_GB}={best['checkpoint_host_gb']:g}"
+            f"most: --hicache-ratio {best['hicache_ratio']:g}, "
+            f"{CHECKPOINT_HOST_GB}={best['checkpoint_host_gb']:g}"
         )
     for line in report["warnings"]:
         console.print(f"[yellow]warning:[/yellow] {line}")

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..checkpoint.density import Density
 from ..checkpoint.geometry import boundaries, page_floor
 from ..checkpoint.pending import PendingCaptures
+from ..checkpoint.placement import Placement
 from ..checkpoint.policy import Path, PlacementPolicy, Span
 from ..checkpoint.publish import NewRange, Publisher
 from ..checkpoint.stats import Stats
@@ -116,7 +116,7 @@ class Replay:
         self.policy = policy
         self.page = policy.page_size
         self.store = CheckpointStore(records, self.page, weighed=policy.weighed)
-        self.density = Density(records, self.page)
+        self.placement = Placement(policy, self.store)
         self.tree = PageTree(pages)
         self.tally = Tally()
         self._chunk = chunk or 1 << 62
@@ -142,11 +142,7 @@ class Replay:
         matched = self.tree.match(pages, (request.prompt - 1) // self.page) * self.page
         hit = self.store.deepest(pages, matched)
         restored = self._hit(pages, hit) if hit else None
-        grid = 0
-        if self.policy.fills:
-            grid = self.density.admit(pages, hit, matched, request.prompt)
-            self.store.filler_worth = self.density.worth
-        path = Path(hit, matched, request.prompt, grid)
+        path = self.placement.admit(pages, hit, matched, request.prompt)
         self._publisher.begin(rid, hit)
         for start in range(hit, request.prompt, self._chunk):
             end = min(start + self._chunk, request.prompt)
@@ -195,8 +191,7 @@ class Replay:
         length = page_floor(tokens, self.page)
         known = self.tree.insert(pages[: length // self.page]) * self.page
         new = [NewRange(known, length, leaf=True)] if known < length else []
-        self._pending.drop_outputs(rid, length, self.policy.output_tails)
-        fillers = self.policy.fillers(path)
-        for boundary in self._pending.ready(rid, length) if self.policy.fills else ():
-            self.density.publish(pages[boundary // self.page - 1], filler=boundary in fillers)
+        self._pending.drop_outputs(rid, length, self.policy.output_tails(path))
+        ready = self._pending.ready(rid, length)
+        fillers = self.placement.commit(pages, path, length, ready)
         self._publisher.commit(rid, pages, length, new, fillers)

@@ -134,7 +134,7 @@ def stored_checkpoints(length: int, new: int, pairs: bool, policy: PlacementPoli
     end, path = stored_pages(length, new, pairs) * PAGE, Path(0, 0, length)
     prompt = [b for b in policy.boundaries(Span(0, length), path) if b <= end]
     output = policy.boundaries(Span(length, end), path) if end > length else []
-    return len(prompt) + min(len(output), policy.output_tails)
+    return len(prompt) + min(len(output), policy.output_tails(path))
 
 
 def checkpoints(sizes: Sizes, length: int, new: int) -> int:
