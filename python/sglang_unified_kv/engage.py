@@ -454,7 +454,9 @@ def engage(settings: Settings, facts: Facts, *, announce: bool = True) -> Decisi
         _current = Engagement(settings, decision)
         if announce:
             tier = "HiCache" if facts.enable_hierarchical_cache else "radix cache"
-            logger.info("Bit-exact %s is engaged: %s", tier, settings)
+            asked = settings.model_dump(by_alias=True, exclude_defaults=True)
+            said = " ".join(f"{name}={value}" for name, value in asked.items())
+            logger.info("Bit-exact %s is engaged: %s", tier, said)
     elif decision.missing and announce:
         warn_inert(on(settings), decision.missing)
     return decision

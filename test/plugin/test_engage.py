@@ -223,6 +223,14 @@ def test_refused_carries_every_reason():
         assert f"\n  - {reason}" in str(caught.value)
 
 
+def test_the_operator_is_told_what_was_asked_for_and_no_defaults(caplog):
+    asked = ON.model_copy(update={"checkpoint_host_gb": 3.0})
+    with caplog.at_level("INFO"):
+        engage.engage(asked, GOOD)
+    said = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE=True SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB=3.0"
+    assert caplog.messages == [f"Bit-exact HiCache is engaged: {said}"]
+
+
 def test_engagement_is_recorded_and_replaced():
     engage.engage(ON, GOOD)
     assert engage.current() == engage.Engagement(ON, Decision(State.ENGAGED))
