@@ -131,14 +131,16 @@ def refusals() -> str:
     return table(("message (`...`: the value found)", "exact reuse", "HiSparse"), rows)
 
 
-CHANGES = {
-    Kind.WRAP: "its body changes, as {ours} does around it",
-    Kind.REPLACE: "its body is {ours}'s",
-    Kind.OVERRIDE: "its body changes, as {ours} does",
-    Kind.MEMBER: "new: {ours}",
-    Kind.REGISTRY: "new entry: {ours}",
-    Kind.RELIES_ON: "none; what the others stand on",
+KINDS = {
+    Kind.WRAP: "wrap",
+    Kind.REPLACE: "replace",
+    Kind.OVERRIDE: "override",
+    Kind.MEMBER: "new",
+    Kind.REGISTRY: "new entry",
+    Kind.RELIES_ON: "relied on",
 }
+"""As explained above the map."""
+COLUMNS = ("file and function", "kind", "ours", "why there")
 
 
 def in_tree() -> str:
@@ -153,12 +155,14 @@ def _part(part: str, edits: list[Edit]) -> str:
     rows = []
     for edit in edits:
         module, _, name = edit.target.partition(":")
-        ours = f"`{edit.ours_name.removeprefix('sglang_unified_kv.edits.')}`"
+        ours = ""
+        if edit.kind is not Kind.RELIES_ON:
+            ours = f"`{edit.ours_name.removeprefix('sglang_unified_kv.edits.')}`"
         file = f"`{module.removeprefix('sglang.').replace('.', '/')}.py`"
-        rows.append((f"{file} `{name}`", CHANGES[edit.kind].format(ours=ours), edit.why))
+        rows.append((f"{file} `{name}`", KINDS[edit.kind], ours, edit.why))
     heading = "HiSparse" if part == "hisparse" else part[:1].upper() + part[1:]
     text = f"{PARTS[part]}\n\n" if part in PARTS else ""
-    return f"## {heading}\n\n{text}{table(('file and function', 'change', 'why there'), rows)}"
+    return f"## {heading}\n\n{text}{table(COLUMNS, rows)}"
 
 
 def metrics() -> str:

@@ -13,9 +13,12 @@ import pytest
 import typer
 from plan_runs import write_pro
 from sglang_unified_kv import plugin
+from sglang_unified_kv.attestation import digest
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.config import variables
+from sglang_unified_kv.edits import HISPARSE_SERIES, REPORT, RING, SERIES
 from sglang_unified_kv.metrics import BY_NAME
+from sglang_unified_kv.reference.edits import SERIES as REFERENCE
 
 REPO = Path(__file__).parents[2]
 DOCS = REPO / "docs"
@@ -115,6 +118,25 @@ def test_messages_that_operators_look_for_are_the_real_ones():
     for message in messages:
         for piece in re.split(r"\.\.\.|=", message):
             assert piece.strip(" ():") in real, (message, piece)
+
+
+def test_the_counts_of_edits_are_those_of_the_series():
+    series = {
+        "exact reuse": SERIES,
+        "ring accounting": RING,
+        "HiSparse": HISPARSE_SERIES,
+        "attestation and metrics": REPORT,
+        "reference engine": REFERENCE,
+    }
+    text = TEXT[DOCS / "upgrading.md"]
+    shown = re.findall(r"^\| (\w[\w ]*) \| (\d+) \| 0\.5\.\d+ \| ([\d |]+)\|$", text, re.M)
+    assert {name: int(edits) for name, edits, _ in shown} == {
+        n: len([*s]) for n, s in series.items()
+    }
+    for name, edits, found in shown:
+        assert sum(map(int, found.split("|"))) == int(edits), name
+    said = "edits={} edits_digest={} ".format(*digest([SERIES, REPORT]))
+    assert said in TEXT[DOCS / "serving.md"], said
 
 
 def test_metrics_that_are_named_exist():
