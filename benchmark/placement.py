@@ -301,6 +301,8 @@ def draw(path: Path, found: dict) -> None:
             ylabel="hit tokens, % of prompt tokens",
         )
         axes.legend(fontsize=7, loc="lower right")
+    for axes in panels.flat[len(found) :]:
+        axes.set_axis_off()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
