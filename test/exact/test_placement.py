@@ -51,9 +51,10 @@ def as_request(ids, output):
 class Traffic:
     """Random prompts: new ones, next turns of earlier ones, and ones that leave an earlier text anywhere."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, recent=6):
         self.chance = random.Random(seed)
         self.texts = []
+        self.recent = recent
 
     def next(self):
         chance = self.chance
@@ -61,7 +62,7 @@ class Traffic:
         fresh = prompt(chance.randrange(10**6), chance.choice((5, 60, 250, 300, 700)))
         if not self.texts or kind == "new":
             return fresh
-        text = chance.choice(self.texts[-6:])
+        text = chance.choice(self.texts[-self.recent :])
         if len(text) > 1800 or kind == "again":
             return text
         if kind == "turn":
