@@ -85,8 +85,8 @@ METRICS = (
         "counter",
         "Requests that were given a row, by what the gate made of the prefix that the cache held. exact: "
         "all of it was reused. cut: less, from an earlier checkpoint. rejected: nothing, for want of a "
-        "checkpoint. none: the cache held nothing. Many cut or rejected ask for more host memory or a "
-        "denser policy.",
+        "checkpoint. none: the cache held nothing that a match may return. Many cut or rejected ask for "
+        "more host memory or a denser policy.",
         EXACT,
         {"result": ("exact", "cut", "rejected", "none")},
     ),
