@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -28,8 +29,12 @@ RING_FIXES: Final = "SGLANG_UNIFIED_KV_RING_FIXES"
 HISPARSE: Final = "SGLANG_UNIFIED_KV_HISPARSE"
 
 PREFIX: Final = "SGLANG_UNIFIED_KV_"
-NOT_SETTINGS: Final = ("REFERENCE_", "NIGHTLY_MODEL", "ENV_ROOT", "PYTHON")
-"""What follows the prefix in names that the reference engine, jobs and scripts read."""
+NOT_SETTINGS: Final = re.compile(
+    "REFERENCE_.*|NIGHTLY_MODEL|ENV_ROOT|PYTHON"
+    # What Kubernetes sets for a Service that is named like us.
+    "|(.*_)?SERVICE_(HOST|PORT)(_.*)?|(.*_)?PORT(_[0-9]+_(TCP|UDP|SCTP).*)?"
+)
+"""What follows the prefix in names that others read: reference engine, jobs, scripts."""
 
 
 class ConfigError(ValueError):
@@ -175,14 +180,16 @@ def variables() -> list[Variable]:
     return found
 
 
-def _unknown(environ: Mapping[str, str], known: Collection[str]) -> list[str]:
+def _unknown(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    ours = {name.removeprefix(PREFIX) for name in known if name.startswith(PREFIX)}
     reasons = []
     for name in sorted(environ):
-        ours = name.startswith(PREFIX) and not name.removeprefix(PREFIX).startswith(NOT_SETTINGS)
-        if ours and name not in known and environ[name]:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"did you mean {near[0]}? Correct it or unset it" if near else "unset it"
-            reasons.append(f"{name}={environ[name]!r}: there is no such variable; {meant}")
+        rest = name.removeprefix(PREFIX)
+        if rest == name or not environ[name] or rest in ours or NOT_SETTINGS.fullmatch(rest):
+            continue
+        near = difflib.get_close_matches(rest, ours, 1)
+        meant = f"did you mean {PREFIX}{near[0]}? Correct it or unset it" if near else "unset it"
+        reasons.append(f"{name}={environ[name]!r}: there is no such variable; {meant}")
     return reasons
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from made_up_engine import PAGE, SLOTS, WINDOW, Engine, chain
 from sglang_unified_kv.checkpoint.layout import Kind
 from sglang_unified_kv.checkpoint.manager import CheckpointError, Row
+from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.checkpoint.publish import NewRange
 
@@ -96,7 +97,7 @@ def test_invariant_1_h4_new_leaf_replaces_and_a_skipped_capture_removes():
         engine.forward([(rid, slot, 0, 1100)])
     same = chain("r0")
     engine.manager.commit("r0", same, 1024, [NewRange(0, 1024, leaf=True)])
-    engine.manager.policy = Grid(PAGE, 4)
+    engine.manager.placement = Placement(Grid(PAGE, 4), engine.manager.store)
     engine.manager.release("r1")
     engine.fresh(2)
     engine.forward([("r2", 2, 0, 1100)])

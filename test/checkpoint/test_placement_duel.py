@@ -1,6 +1,7 @@
 """Grids against points: ghosts, who is in charge, how the store thins out, and what a placement is told."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,10 @@ def request(path):
     )
 
 
+def asked(chain, matched, prompt, resumed=0):
+    return Path(resumed, matched, prompt, known=min(prompt - 1, len(chain) * PAGE))
+
+
 # -- ghosts
 
 
@@ -39,36 +44,64 @@ def test_a_ghost_of_a_grid_hits_what_a_store_with_that_grid_hits(texts, capacity
     policy = Grid(PAGE, stride)
     # A request's captures wait in slots of the store's: one at a time they do not crowd each other out.
     replay, ghost = Replay(policy, records=capacity, chunk=PAGE), Ghost(policy, capacity)
-    for asked in map(request, texts):
-        served = replay.serve(asked)
-        assert ghost.admit(asked.pages, served.matched, asked.prompt) == served.hit
+    for one in map(request, texts):
+        served = replay.serve(one)
+        path = asked(one.pages, served.matched, one.prompt)
+        assert ghost.admit(one.pages, path) == served.hit
         assert list(ghost._keys) == replay.store.order()
 
 
 def test_a_ghost_holds_no_more_than_its_store_and_the_deepest_of_a_prompt():
     ghost, chain = Ghost(Grid(PAGE, 2), 3), names("a", 20)
-    assert ghost.admit(chain, 0, 20 * PAGE + 9) == 0 and len(ghost) == 3
-    assert ghost.admit(chain, 19 * PAGE, 20 * PAGE + 9) == 18 * PAGE
-    assert ghost.admit(chain, 15 * PAGE, 15 * PAGE + 9) == 0
+    assert ghost.admit(chain, asked(chain, 0, 20 * PAGE + 9)) == 0 and len(ghost) == 3
+    assert ghost.admit(chain, asked(chain, 19 * PAGE, 20 * PAGE + 9)) == 18 * PAGE
+    assert ghost.admit(chain, asked(chain, 15 * PAGE, 15 * PAGE + 9)) == 0
 
 
 def test_the_page_that_ends_with_a_prompt_is_captured_when_its_hash_is_known():
     ghost, chain = Ghost(Grid(PAGE, 1), 9), names("a", 4)
-    ghost.admit(chain[:3], 0, 4 * PAGE)
+    ghost.admit(chain[:3], asked(chain[:3], 0, 4 * PAGE))
     assert list(ghost._keys) == chain[:3]
-    ghost.commit(chain, 4 * PAGE, 4 * PAGE)
+    ghost.commit(chain, asked(chain[:3], 0, 4 * PAGE), 4 * PAGE)
     assert list(ghost._keys) == chain
     # Pairs of tokens: one page less is known.
-    ghost.admit(names("b", 2), 0, 3 * PAGE + 1)
+    ghost.admit(names("b", 2), asked(names("b", 2), 0, 3 * PAGE + 1))
     assert len(ghost) == 6
 
 
 def test_a_ghost_of_points_captures_no_fillers():
     ghost, chain = Ghost(COMBINED, 100), names("a", 300)
-    ghost.admit(chain, 0, 299 * PAGE + 9)
+    ghost.admit(chain, asked(chain, 0, 299 * PAGE + 9))
     assert set(ghost._keys) == {chain[n - 1] for n in (299 - 256, 299 - 64, 299)}
-    ghost.commit(chain, 290 * PAGE + 9, 300 * PAGE)
+    ghost.commit(chain, asked(chain, 0, 290 * PAGE + 9), 300 * PAGE)
     assert len(ghost) == 4 and chain[299] in ghost._keys, "of an output the last one"
+
+
+def test_what_was_unknown_at_admission_is_captured_with_the_whole_prompt():
+    # Pairs of tokens: the last page of a prompt of three pages and a token is named at its first commit.
+    ghost, chain = Ghost(Grid(PAGE, 1), 99), names("a", 8)
+    path = asked(chain[:2], 0, 3 * PAGE + 1)
+    ghost.admit(chain[:2], path)
+    ghost.commit(chain, path, 5 * PAGE)
+    assert list(ghost._keys) == chain[:5]
+    # A prompt that was not matched at all.
+    other = names("b", 4)
+    ghost.commit(other, asked([], 0, 4 * PAGE + 9), 4 * PAGE)
+    assert set(other) <= set(ghost._keys)
+
+
+def test_a_ghost_of_points_captures_where_a_path_is_left():
+    ghost, chain = Ghost(COMBINED, 100), names("a", 40)
+    ghost.admit(chain, asked(chain, 17 * PAGE, 40 * PAGE + 9))
+    assert chain[16] in ghost._keys
+
+
+def test_what_is_captured_again_is_younger():
+    ghost, first = Ghost(Grid(PAGE, 1), 4), names("a", 3)
+    ghost.admit(first, asked(first, 0, 3 * PAGE + 9))
+    ghost.admit(["other"], asked(["other"], 0, PAGE + 9))
+    ghost.admit(first, asked(first, 0, 3 * PAGE + 9))
+    assert list(ghost._keys) == ["other", *first]
 
 
 # -- the duel
@@ -78,15 +111,11 @@ def play(duel, worth, place, count, resumed=None, pages=40):
     """Prompts, each of which the next leaves at ``place(i)`` pages; what the latest gets."""
     for i in range(count):
         chain = names(f"{worth}{place(0)}{i}", pages)
-        duel.admit(chain, 0, 0, pages * PAGE, worth)
+        duel.admit(chain, asked(chain, 0, pages * PAGE), worth)
         matched = place(i) * PAGE
-        found = duel.admit(
-            [*chain[: place(i)], *names(f"{i}-", pages)],
-            matched if resumed is None else resumed,
-            matched,
-            matched + PAGE,
-            worth,
-        )
+        left = [*chain[: place(i)], *names(f"{i}-", pages)]
+        behind = matched if resumed is None else resumed
+        found = duel.admit(left, asked(left, matched, matched + PAGE, behind), worth)
     return found
 
 
@@ -103,7 +132,7 @@ def test_where_prompts_leave_anywhere_points_must():
     for more, alone in ((-1, True), (1, False)):
         duel = Duel(COMBINED, 4000)
         assert play(duel, 0.0, lambda i: 32, 9, int(32 * PAGE * (1 + MARGIN)) + more) == 0
-        assert (duel.admit(["none"], 0, 0, 9, LIKELY) > 0) == alone
+        assert (duel.admit(["none"], asked(["none"], 0, 9), LIKELY) > 0) == alone
 
 
 def test_the_stride_is_the_one_that_hits_most_and_stays_if_another_hits_the_same():
@@ -112,13 +141,14 @@ def test_the_stride_is_the_one_that_hits_most_and_stays_if_another_hits_the_same
     duel = Duel(COMBINED, 40)
     for i in range(120):
         chain = names(i, 40)
-        duel.admit(chain, 0, 0, 40 * PAGE, 1.0)
+        duel.admit(chain, asked(chain, 0, 40 * PAGE), 1.0)
         if i >= 9:
-            found = duel.admit([*names(i - 9, 36), "new"], 0, 36 * PAGE, 36 * PAGE + 9, 1.0)
+            left = [*names(i - 9, 36), "new"]
+            found = duel.admit(left, asked(left, 36 * PAGE, 36 * PAGE + 9), 1.0)
     assert found == 16, "36 pages down to 32: 2 records a prompt"
     duel._by_grid[STRIDES.index(2)] = duel._by_grid[STRIDES.index(16)]
-    duel.admit(names("none", 1), 0, 0, 9, 1.0)
-    assert duel.admit(names("none", 1), 0, 0, 9, 1.0) == 16
+    duel.admit(names("none", 1), asked(names("none", 1), 0, 9), 1.0)
+    assert duel.admit(names("none", 1), asked(names("none", 1), 0, 9), 1.0) == 16
 
 
 def test_while_a_grid_is_in_charge_points_count_by_their_ghost():
@@ -133,23 +163,32 @@ def test_while_a_grid_is_in_charge_points_count_by_their_ghost():
 def test_a_large_store_judges_by_more_requests(capacity, requests):
     duel = Duel(COMBINED, capacity)
     chain = names("a", 8)
-    duel.admit(chain, 0, 0, 8 * PAGE, 0.0)
-    duel.admit(chain, 8 * PAGE, 8 * PAGE, 8 * PAGE + 9, 0.0)
+    duel.admit(chain, asked(chain, 0, 8 * PAGE), 0.0)
+    duel.admit(chain, asked(chain, 8 * PAGE, 8 * PAGE + 9, 8 * PAGE), 0.0)
     before = duel._by_points
-    duel.admit(["other"], 0, 0, 9, 0.0)
+    duel.admit(["other"], asked(["other"], 0, 9), 0.0)
     assert duel._by_points == pytest.approx(before * (1 - 1 / requests)) and before == 8 * PAGE
 
 
 def test_outputs_take_part_and_nothing_behind_a_prompt_that_has_none():
     duel, chain = Duel(COMBINED, 100), names("a", 16)
-    duel.admit(chain, 0, 0, 4 * PAGE, 0.0)
-    duel.commit(chain, 4 * PAGE, 4 * PAGE)
+    duel.admit(chain, asked(chain, 0, 4 * PAGE), 0.0)
+    duel.commit(chain, asked(chain, 0, 4 * PAGE), 4 * PAGE)
     assert [len(grid) for grid in duel._grids] == [4, 2, 1, 0, 0, 0, 0]
-    duel.commit(chain, 4 * PAGE, 16 * PAGE)
+    duel.commit(chain, asked(chain, 0, 4 * PAGE), 16 * PAGE)
     assert [len(grid) for grid in duel._grids] == [6, 4, 3, 2, 1, 0, 0]
     assert chain[14] in duel._points._keys
+
+
+def test_a_cleared_duel_is_a_new_one():
+    duel, chain = Duel(COMBINED, 4000), names("a", 40)
+    play(duel, 0.0, lambda i: 32, 3)
+    play(duel, LIKELY, lambda i: 32, 9)
+    assert duel._octave is not None and duel._by_points > 0 and max(duel._by_grid) > 0
     duel.clear()
-    assert not any(map(len, (*duel._grids, duel._points))) and duel._by_points == 0
+    assert not any(map(len, (*duel._grids, duel._points)))
+    assert (duel._octave, duel._by_points, max(duel._by_grid)) == (None, 0, 0)
+    assert duel.admit(chain, asked(chain, 0, 40 * PAGE), 0.0) == 0
 
 
 # -- the store
@@ -254,7 +293,7 @@ def test_a_grid_alone_captures_nothing_else():
 def test_a_placement_tells_store_and_policy():
     store = CheckpointStore(1000, PAGE, weighed=True)
     placement, chain = Placement(COMBINED, store), names("a", 40)
-    assert placement.admit(chain, 0, 0, 40 * PAGE) == Path(0, 0, 40 * PAGE, grid=1)
+    assert placement.admit(chain, 0, 0, 40 * PAGE) == replace(asked(chain, 0, 40 * PAGE), grid=1)
     # Nobody left where a point is.
     path = placement.admit(chain, 0, 20 * PAGE, 40 * PAGE)
     assert (path.alone, path.grid, store.stride) == (True, 1, 1)
@@ -292,8 +331,10 @@ def test_what_ghosts_hold_is_bounded():
     duel, chance = Duel(COMBINED, 10), random.Random(1)
     for i in range(100):
         pages = chance.randrange(1, 300)
-        duel.admit(names(i, pages), 0, 0, pages * PAGE, 1.0)
-        duel.commit(names(i, pages + 9), pages * PAGE, (pages + 9) * PAGE)
+        duel.admit(names(i, pages), asked(names(i, pages), 0, pages * PAGE), 1.0)
+        duel.commit(
+            names(i, pages + 9), asked(names(i, pages), 0, pages * PAGE), (pages + 9) * PAGE
+        )
     assert all(len(ghost) == 10 for ghost in (*duel._grids, duel._points))
     assert STRIDES[-1] == 64 and OCTAVES == len(STRIDES)
 

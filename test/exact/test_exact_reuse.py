@@ -12,6 +12,7 @@ from oracle import (
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_unified_kv.checkpoint import manager as manager_module
 from sglang_unified_kv.checkpoint.layout import Kind
+from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.checkpoint.restore import restore
 
@@ -46,7 +47,7 @@ def engine(request, make_engine, oracle):
 def manager(engine):
     found = engine.tree.checkpoints
     yield found
-    found.policy = Grid(PAGE, 1)
+    found.placement = Placement(Grid(PAGE, 1), found.store)
     found.check_idle()
 
 
@@ -68,7 +69,7 @@ def evict_device(engine):
 )
 def test_hit_is_bit_equal_to_the_cold_run(engine, manager, oracle, stride):
     recorder = Recorder(engine)
-    manager.policy = Grid(PAGE, stride)
+    manager.placement = Placement(Grid(PAGE, stride), manager.store)
     assert_equal_runs(recorder.cold(oracle.text), oracle.run(2700))
     for tier in ("device", "host"):
         for boundary, length in CASES[stride].items():

@@ -11,6 +11,7 @@ from sglang.srt.managers import schedule_policy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import touch_waiting_prefix
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.reference.harness import prompt
 
@@ -29,7 +30,7 @@ def recorder(engine):
     yield Recorder(engine)
     engine.drain()
     engine.tree.checkpoints.check_idle()
-    engine.tree.checkpoints.policy = Grid(PAGE, 1)
+    engine.tree.checkpoints.placement = Placement(Grid(PAGE, 1), engine.tree.checkpoints.store)
     engine.tree.sanity_check()
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from oracle import Recorder, assert_equal_runs, poison_rings
+from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import policy_of
 from sglang_unified_kv.placement.replay import Replay
 from sglang_unified_kv.placement.trace import Request
@@ -27,17 +28,17 @@ def engine(make_engine):
 @pytest.fixture
 def manager(engine):
     found = engine.tree.checkpoints
-    policy = found.policy
+    placement = found.placement
     engine.flush()
     yield found
     engine.drain()
-    found.policy, found.store.weighed = policy, policy.weighed
+    found.placement, found.store.weighed = placement, placement.policy.weighed
     found.check_idle()
 
 
 def use(manager, name, stride=1):
     policy = policy_of(name, page_size=PAGE, stride=stride)
-    manager.policy, manager.store.weighed = policy, policy.weighed
+    manager.placement, manager.store.weighed = Placement(policy, manager.store), policy.weighed
     return Replay(policy, records=RECORDS, chunk=CHUNK)
 
 

@@ -3,6 +3,7 @@
 import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import Grid
 
 PAGE = 256
@@ -23,7 +24,7 @@ def manager(engine):
     found = engine.tree.checkpoints
     engine.flush()
     yield found
-    found.policy = Grid(PAGE, 1)
+    found.placement = Placement(Grid(PAGE, 1), found.store)
     engine.drain()
     found.check_idle()
 
@@ -39,7 +40,7 @@ def test_there_is_no_host_pool_of_pages(engine, manager):
 def test_a_device_hit_is_bit_equal_to_the_cold_run(
     engine, manager, oracle, stride, length, boundary
 ):
-    manager.policy = Grid(PAGE, stride)
+    manager.placement = Placement(Grid(PAGE, stride), manager.store)
     recorder = Recorder(engine)
     assert_equal_runs(recorder.run(oracle.text), oracle.run(2700))
     poison_rings(engine)

@@ -7,6 +7,7 @@ import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.checkpoint.storage import Save
 from storage_folder import (
@@ -51,7 +52,7 @@ def manager(engine, folder, objects):
     for path in folder.iterdir():
         path.unlink()
     yield found
-    found.policy = Grid(PAGE, 1)
+    found.placement = Placement(Grid(PAGE, 1), found.store)
     settle(engine)
     found.check_idle()
     assert all(thread.is_alive() for thread in storage_threads(engine))
@@ -85,7 +86,7 @@ def assert_hit(hit, oracle, boundary, length, tier="storage"):
 
 @pytest.mark.parametrize("stride", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_hit_from_storage_is_bit_equal_to_the_cold_run(engine, manager, oracle, stride):
-    manager.policy = Grid(PAGE, stride)
+    manager.placement = Placement(Grid(PAGE, stride), manager.store)
     recorder = Recorder(engine)
     recorder.run(oracle.text)
     engine.flush()
@@ -256,10 +257,10 @@ def test_writers_of_one_key_leave_one_whole_record(engine, stored, oracle, folde
 
 def test_a_record_attached_to_stored_pages_is_stored_too(engine, manager, oracle, folder):
     recorder = Recorder(engine)
-    manager.policy = Grid(PAGE, 1000)
+    manager.placement = Placement(Grid(PAGE, 1000), manager.store)
     recorder.run(oracle.text[:700])
     assert not records(folder) and len(pages(folder)) == 6
-    manager.policy = Grid(PAGE, 1)
+    manager.placement = Placement(Grid(PAGE, 1), manager.store)
     recorder.run(oracle.text[:700])
     assert len(records(folder)) == 2
     engine.flush()

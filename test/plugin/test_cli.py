@@ -78,6 +78,7 @@ def test_version():
 DOCTOR = "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])"
 REFERENCE = {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1"}
 HICACHE = "--enable-hierarchical-cache"
+HISPARSE_ON = {"SGLANG_UNIFIED_KV_HISPARSE": "1"}
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def failed(report):
 def test_doctor_would_engage(doctor):
     report = doctor(HICACHE, "--hicache-swa-offload-page-stride", "2", code=0)
     assert report["checked"] == "environment and launch flags"
-    assert report["decision"] == "engaged"
+    assert report["decision"] == "engaged" and report["platform_checked"]
     assert report["settings"]["offload_page_stride"] == 2
     assert report["facts"]["architecture"] == "DeepseekV4ForCausalLM"
     assert failed(report) == {}
@@ -138,6 +139,16 @@ def test_doctor_of_the_flags_alone(forks, model):
     assert ended.stdout.splitlines()[-1] == last
     ended = forks.run(DOCTOR, environ, argv=["x", "doctor"])
     assert ended.rc == 1 and "ROCm (torch is not a HIP build)" in ended.stdout
+    flags.remove(HICACHE)
+    environ |= HISPARSE_ON
+    environ.pop("SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE")
+    flags += ["--enable-hisparse", "--disable-radix-cache"]
+    ended = forks.run(DOCTOR, environ, argv=["x", "doctor", "--", *flags])
+    last = "HiSparse would engage on ROCm; the machine was not checked."
+    assert ended.rc == 0 and ended.stdout.splitlines()[-1] == last
+    flags += ["--enable-streaming-session"]
+    ended = forks.run(DOCTOR, environ, argv=["x", "doctor", "--", *flags])
+    assert ended.rc == 1 and "--enable-streaming-session: " in ended.stdout
 
 
 def test_doctor_would_be_refused(doctor):
@@ -148,7 +159,7 @@ def test_doctor_would_be_refused(doctor):
     }
 
 
-HISPARSE = REFERENCE | {"SGLANG_UNIFIED_KV_HISPARSE": "1"}
+HISPARSE = REFERENCE | HISPARSE_ON
 
 
 def test_doctor_of_hisparse(doctor):

@@ -82,13 +82,23 @@ def test_all_bad_values_are_named_at_once():
 
 
 def test_a_name_that_does_not_exist_is_named_with_the_nearest():
-    others = {f"SGLANG_UNIFIED_KV_{name}": "1" for name in ("REFERENCE_ENGINE", "ENV_ROOT")}
-    assert load_settings(others) == load_settings({})
+    others = "REFERENCE_ENGINE NIGHTLY_MODEL ENV_ROOT PYTHON".split()
+    # A Service of Kubernetes named sglang-unified-kv, and one named sglang-unified-kv-eu.
+    others += (
+        "SERVICE_HOST SERVICE_PORT_HTTP PORT PORT_30000_TCP_ADDR EU_SERVICE_PORT EU_PORT".split()
+    )
+    environ = {f"SGLANG_UNIFIED_KV_{name}": "x" for name in others}
+    assert load_settings(environ | {"SGLANG_UNIFIED_KV_NOTHING": ""}) == load_settings({})
     with pytest.raises(ConfigError) as error:
         load_settings({"SGLANG_UNIFIED_KV_CHECKPOINT_HOST": "3", POLICY: "gird"})
     unknown, bad = error.value.reasons
     assert unknown.startswith("SGLANG_UNIFIED_KV_CHECKPOINT_HOST='3': there is no such variable;")
     assert f"did you mean {HOST_GB}?" in unknown and bad.startswith(f"{POLICY}='gird'")
+    with pytest.raises(ConfigError) as error:
+        load_settings({f"SGLANG_UNIFIED_KV_{name}": "1" for name in ("PYTHONS", "ENV_ROOTS", "AB")})
+    names = [reason.removeprefix("SGLANG_UNIFIED_KV_") for reason in error.value.reasons]
+    said = "there is no such variable; unset it"
+    assert names == [f"AB='1': {said}", f"ENV_ROOTS='1': {said}", f"PYTHONS='1': {said}"]
 
 
 def test_the_process_environment_is_the_default(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import fields, replace
 
 import pytest
 from plan_runs import SERVER, machine, process_state, run_plan, write_pro
@@ -11,6 +12,14 @@ from ring_objects import PAGE
 from sglang_unified_kv.cli.plan import _planner
 from sglang_unified_kv.edits import ring_sizing
 from sglang_unified_kv.edits.pool_sizing import staging_bytes
+from sglang_unified_kv.ring.capacity import (
+    GB,
+    Machine,
+    Sizes,
+    best_split,
+    checkpoints,
+    stored_pages,
+)
 
 HICACHE = (
     "--enable-hierarchical-cache --hicache-write-policy write_through --hicache-io-backend direct "
@@ -84,6 +93,30 @@ def test_the_best_division_of_host_memory_fits_and_no_larger_one_does(pro):
     assert held["host pages"] > report_of(pro, host=200)["prompts"]["checkpoints"]
     more = report_of(pro, env=budget, host=200, flags=[f"--hicache-ratio={ratio + 0.02:.2f}"])
     assert more["host_shortfall"] > 0
+
+
+def test_a_division_never_exceeds_the_host_and_is_none_where_no_prompt_fits(pro):
+    found = report_of(pro, host=200)
+    names = {field.name for field in fields(Sizes)}
+    sizes = Sizes(**{name: value for name, value in found.items() if name in names})
+    page, one = sum(sizes.host_page.values()), sizes.per_checkpoint
+    for host in (0.3, 1, 3.3, 17.7, 120, 200, 777.7):
+        for length in (300, 5_000, 50_000, 700_000):
+            best = best_split(sizes, Machine(288, 125, host), length, 100)
+            prompt = stored_pages(length, 100, sizes.pairs) * page
+            prompt += checkpoints(sizes, length, 100) * one
+            # Three digits, a hundredth of a GB, and what is left of a prompt or a page.
+            slack = host * GB / 100 + 10**7 + prompt
+            if best is None:
+                assert host * GB < prompt + slack
+                continue
+            pages = int(best.hicache_ratio * sizes.tokens) // PAGE
+            records = int(best.checkpoint_host_gb * GB // one)
+            assert pages * page + records * one <= host * GB
+            assert records >= max(best.prompts * checkpoints(sizes, length, 100), 1)
+            assert best.prompts * prompt > host * GB - 2 * slack
+    assert best_split(replace(sizes, host_pages=0), Machine(288, 125, 200), 300, 100) is None
+    assert best_split(replace(sizes, exact=False), Machine(288, 125, 200), 300, 100) is None
 
 
 def test_too_little_host_memory_is_said(pro):

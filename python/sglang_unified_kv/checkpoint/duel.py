@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .policy import Grid, Path, PlacementPolicy, Span
 from .store import OCTAVES
@@ -42,23 +43,23 @@ class Ghost:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def admit(self, chain: Sequence[str | int], matched: int, prompt: int) -> int:
+    def admit(self, chain: Sequence[str | int], path: Path) -> int:
         """A request gets a row, and its prompt is captured; tokens that it would resume behind."""
-        pages = matched // self._page // self._step * self._step
+        pages = path.matched // self._page // self._step * self._step
         hit = next((n for n in range(pages, 0, -self._step) if chain[n - 1] in self._keys), 0)
         if hit:
             self._keys.move_to_end(chain[hit - 1])
-        path = Path(hit * self._page, matched, prompt)
-        # The hash of a page that ends with the prompt may not be known yet.
-        known = min(prompt - 1, len(chain) * self._page)
-        self._capture(chain, self._policy.boundaries(Span(path.resumed, known), path))
-        return path.resumed
+        seen = replace(path, resumed=hit * self._page)
+        self._capture(chain, self._policy.boundaries(Span(seen.resumed, path.known), seen))
+        return seen.resumed
 
-    def commit(self, chain: Sequence[str | int], prompt: int, length: int) -> None:
-        """The tree holds ``length`` tokens of the request, at least ``prompt``."""
-        path = Path(0, 0, prompt)
-        found = self._policy.boundaries(Span(prompt - 1, length), path)
-        self._capture(chain, found[-self._policy.output_tails(path) :])
+    def commit(self, chain: Sequence[str | int], path: Path, length: int) -> None:
+        """The tree holds ``length`` tokens of the request; what was unknown at admission is captured."""
+        path = Path(0, 0, path.prompt, known=path.known)
+        found = self._policy.boundaries(Span(path.known, length), path)
+        output = [boundary for boundary in found if boundary > path.prompt]
+        kept = found[: len(found) - len(output)] + output[-self._policy.output_tails(path) :]
+        self._capture(chain, kept)
 
     def _capture(self, chain: Sequence[str | int], boundaries: list[int]) -> None:
         for boundary in boundaries[-self._capacity :]:
@@ -95,18 +96,17 @@ class Duel:
         self._by_points = 0.0
         self._octave: int | None = None
 
-    def admit(
-        self, chain: Sequence[str | int], resumed: int, matched: int, prompt: int, worth: float
-    ) -> int:
+    def admit(self, chain: Sequence[str | int], path: Path, worth: float) -> int:
         """A request gets a row: pages between the checkpoints of a grid alone, 0 for points.
 
         Args:
-            chain, resumed, matched, prompt: as for :class:`~.density.Density`.
+            chain: page hashes of the prompt, at least of what was matched.
+            path: what is known of the request.
             worth: how likely prompts leave a path at other boundaries, in parts of a point.
         """
-        hits = [grid.admit(chain, matched, prompt) for grid in self._grids]
-        by_points = self._points.admit(chain, matched, prompt)
-        by_points = resumed if self._octave is None else by_points
+        hits = [grid.admit(chain, path) for grid in self._grids]
+        by_points = self._points.admit(chain, path)
+        by_points = path.resumed if self._octave is None else by_points
         self._by_points = self._keep * self._by_points + by_points
         self._by_grid = [self._keep * a + b for a, b in zip(self._by_grid, hits, strict=True)]
         grid, points = max(self._by_grid), self._by_points
@@ -121,8 +121,8 @@ class Duel:
             self._octave = self._by_grid.index(grid)
         return 0 if self._octave is None else STRIDES[self._octave]
 
-    def commit(self, chain: Sequence[str | int], prompt: int, length: int) -> None:
-        """The tree holds ``length`` tokens of a request whose prompt had ``prompt``."""
-        if length >= prompt:
+    def commit(self, chain: Sequence[str | int], path: Path, length: int) -> None:
+        """The tree holds ``length`` tokens of a request; nothing happens before it holds the prompt."""
+        if length >= path.prompt:
             for ghost in (*self._grids, self._points):
-                ghost.commit(chain, prompt, length)
+                ghost.commit(chain, path, length)

@@ -146,10 +146,6 @@ class CheckpointManager:
         """Chooses boundaries."""
         return self.placement.policy
 
-    @policy.setter
-    def policy(self, policy: PlacementPolicy) -> None:
-        self.placement.policy = policy
-
     def deepest(self, chain: Sequence[str], limit: int) -> int:
         """Deepest boundary not beyond ``limit`` tokens that may be resumed at; 0 if none."""
         return 0 if self.suspended else self.store.deepest(chain, limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from .density import Density
 from .duel import Duel
@@ -36,12 +37,15 @@ class Placement:
             chain: page hashes of the prompt, at least of what was matched.
             resumed, matched, prompt: tokens, as :class:`~.policy.Path`.
         """
+        path = Path(resumed, matched, prompt)
         if not self.policy.fills:
-            return Path(resumed, matched, prompt)
+            return path
+        known = min(prompt - 1, len(chain) * self._store.page_size)
+        path = replace(path, known=known)
         grid = self.density.admit(chain, resumed, matched, prompt)
         worth = self._store.filler_worth = self.density.worth
-        alone = self._store.stride = self._duel.admit(chain, resumed, matched, prompt, worth)
-        return Path(resumed, matched, prompt, alone or grid, alone > 0)
+        alone = self._store.stride = self._duel.admit(chain, path, worth)
+        return replace(path, grid=alone or grid, alone=alone > 0)
 
     def commit(
         self, chain: Sequence[str | int], path: Path, length: int, ready: Sequence[int]
@@ -56,5 +60,5 @@ class Placement:
         for boundary in ready:
             key = chain[boundary // self._store.page_size - 1]
             self.density.publish(key, filler=boundary in fillers)
-        self._duel.commit(chain, path.prompt, length)
+        self._duel.commit(chain, path, length)
         return fillers

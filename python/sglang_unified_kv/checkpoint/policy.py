@@ -38,6 +38,7 @@ class Path:
         grid: pages between checkpoints that the store affords beside others, 0 for none; told to
             policies that fill it.
         alone: there are no others.
+        known: tokens of the prompt whose page hashes were known when it got its row.
     """
 
     resumed: int
@@ -45,6 +46,7 @@ class Path:
     prompt: int
     grid: int = 0
     alone: bool = False
+    known: int = 0
 
 
 class PlacementPolicy(Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 
 OCTAVES = 7
 """Grids that are told apart: of 1, 2, 4... 64 pages."""
@@ -89,7 +90,6 @@ class CheckpointStore:
         self.page_size = page_size
         self.weighed = weighed
         self.evictions = 0
-        self.filler_worth = 0.0
         self.clear()
 
     def __len__(self) -> int:
@@ -101,6 +101,7 @@ class CheckpointStore:
     def clear(self) -> None:
         """Forget everything. Only when nothing is reserved or pinned by a running forward."""
         self.stride = 0
+        self.filler_worth = 0.0
         self._free = list(range(self.capacity - 1, -1, -1))
         self._reserved: set[int] = set()
         self._records: dict[str, Record] = {}
@@ -147,8 +148,11 @@ class CheckpointStore:
 
     def _oldest_unpinned(self) -> Record | None:
         finer = self.stride.bit_length() - 1
-        for octaves in (self._by_use[:finer], self._by_use):
+        for octaves in (self._by_use[:finer], self._by_use[finer:]):
             heads = [next((r for r in o.values() if not r.pins), None) for o in octaves]
+            pinned = [r for o in octaves for r in takewhile(lambda r: r.pins, o.values())]
+            for record in pinned:
+                self._use(record)
             if found := [record for record in heads if record is not None]:
                 return min(found, key=lambda record: record.rank[1])
         return None
@@ -269,7 +273,7 @@ class CheckpointStore:
             self._free.append(record.slot)
 
     def order(self) -> list[str]:
-        """Keys in the order in which they would be evicted if nothing were used any more."""
+        """Keys in the order in which they would be evicted if nothing were used and :attr:`stride` were 0."""
         return sorted(self._records, key=lambda key: self._records[key].rank)
 
     def forget_stored(self) -> None:
@@ -308,6 +312,11 @@ class CheckpointStore:
             assert record.boundary > 0 and record.boundary % self.page_size == 0, record
         current = {(r.rank, r.key) for r in self._records.values()}
         assert current <= set(self._queue), "a record can never be evicted"
+        by_use = {key: record for octave in self._by_use for key, record in octave.items()}
+        assert by_use == self._records, "a record is in no octave, or in another's"
+        for octave in self._by_use:
+            uses = [record.rank[1] for record in octave.values()]
+            assert uses == sorted(uses), "an octave is not ordered by use"
         for slot, record in self._retired.items():
             assert record.slot == slot and not record.live and record.pins > 0, record
 
@@ -337,7 +346,7 @@ class Savings:
             if record is not None:
                 self._record = walked
                 self._point = self._point if record.filler else walked
-        self._walked = max(self._walked, pages - 1)
+        self._walked = pages - 1
         return (
             boundary
             - self._point * self._store.page_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -162,8 +163,8 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     from sglang.srt.arg_groups.validation_hook import check_server_args
     from sglang.srt.server_args import prepare_server_args
 
-    from ..edits.hisparse_args import missing as hisparse_missing
     from ..edits.server_args import facts_of
+    from ..hisparse import support
 
     report.checks["launch flags"] = []
     try:
@@ -187,11 +188,10 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     settings = load_settings()
     report.settings = settings.model_dump()
     if settings.hisparse and (facts.enable_hisparse or not engage.on(settings)):
-        # What stands in its way SGLang's validation has said above.
-        missing = hisparse_missing(server_args)
-        state = engage.State.INERT if missing else engage.State.ENGAGED
+        state = support.decide(settings, facts).state
         report.feature, report.decision = "HiSparse", state.value
-        _judge(report, missing, (), facts)
+        missing = engage.violations(support.CONDITIONS, facts)
+        _judge(report, missing, support.OBSTACLES, facts)
         return
     report.decision = engage.decide(settings, facts).state.value
     _judge(
@@ -204,7 +204,8 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
 
 def _hint(error: Exception, launch_flags: Sequence[str] = ()) -> str:
     """What to do about a complaint that is not of the flags, or of one that was not given."""
-    if "disable-radix-cache" in str(error) and "decode" in launch_flags:
+    decode = re.search(r"--disaggregation-mode[ =]decode", " ".join(launch_flags))
+    if "disable-radix-cache" in str(error) and decode:
         return " (--disaggregation-mode decode turns the radix cache off.)"
     if "No accelerator" in str(error):
         return " Run this on the GPU machine, or add --device cpu to check the flags alone."

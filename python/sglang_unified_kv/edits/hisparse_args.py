@@ -54,13 +54,6 @@ def validate(original, server_args) -> None:
         original(server_args)
 
 
-def missing(server_args) -> tuple[str, ...]:
-    """The conditions that these arguments leave open."""
-    from ..hisparse.support import decide
-
-    return decide(load_settings(), facts_of(server_args)).missing
-
-
 @contextmanager
 def _gate_closed() -> Iterator[None]:
     """SGLang's validation sees no unified KV meanwhile; it asks the gate for nothing but its refusal."""

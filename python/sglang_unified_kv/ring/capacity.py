@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, floor
+from math import ceil, floor, log10
 
 from ..checkpoint.policy import Path, PlacementPolicy, Span, policy_of
 from ..hisparse.capacity import HiSparseSizes
@@ -185,20 +185,25 @@ class Split:
 
 
 def best_split(sizes: Sizes, machine: Machine, length: int, new: int) -> Split | None:
-    """The best division for different prompts of ``length`` and ``new`` tokens; None without both pools."""
+    """The best division for different prompts of ``length`` and ``new`` tokens, to three digits of the ratio.
+
+    None without both pools, or where no such prompt fits.
+    """
     if not (sizes.host_pages and sizes.exact):
         return None
     pages = max(stored_pages(length, new, sizes.pairs), 1)
     page, records = sum(sizes.host_page.values()), checkpoints(sizes, length, new)
     prompt = pages * page + records * sizes.per_checkpoint
-    # As many hundredths of the device's tokens as fit, and the records that belong to them.
-    ratio = floor(100 * machine.host_gb * GB / prompt * pages * PAGE / sizes.tokens) / 100
-    while ratio > 0:
-        held = int(ratio * sizes.tokens) // PAGE // pages
-        budget = ceil(10 * held * records * sizes.per_checkpoint / GB) / 10
-        if int(ratio * sizes.tokens) // PAGE * page / GB + budget <= machine.host_gb:
+    # As much of the device's tokens as fits, and the records that belong to them; in three digits.
+    most = machine.host_gb * GB / prompt * pages * PAGE / sizes.tokens
+    step = 10.0 ** (floor(log10(most)) - 2)
+    for steps in range(floor(most / step), 0, -1):
+        ratio = float(f"{steps * step:.3g}")
+        host_pages = int(ratio * sizes.tokens) // PAGE
+        held = host_pages // pages
+        budget = ceil(100 * max(held * records, 1) * sizes.per_checkpoint / GB) / 100
+        if held and host_pages * page / GB + budget <= machine.host_gb:
             return Split(held, ratio, budget)
-        ratio = round(ratio - 0.01, 2)
     return None
 
 
