@@ -241,12 +241,26 @@ def test_a_pinned_record_is_passed_over():
     assert store.reserve() is not None and chain[0] not in store
 
 
-def test_a_cleared_store_has_no_stride():
+def test_a_pinned_record_is_passed_over_once():
+    store, chain = CheckpointStore(4, PAGE, weighed=True), names("a", 9)
+    store.stride = 1
+    for pages in (1, 3, 5, 7):
+        publish(store, chain, pages)
+    store.pin(chain[0])
+    store.pin(chain[2])
+    store.touch(chain[4])
+    store.touch(chain[6])
+    assert store.reserve() is not None and chain[4] not in store
+    assert list(store._by_use[0]) == [chain[6], chain[0], chain[2]]
+    store.check_integrity()
+
+
+def test_a_cleared_store_has_no_stride_and_fillers_are_worth_nothing():
     store = CheckpointStore(2, PAGE, weighed=True)
-    store.stride = 8
+    store.stride, store.filler_worth = 8, 0.5
     publish(store, names("a", 2), 1)
     store.clear()
-    assert store.stride == 0 and not any(store._by_use)
+    assert store.stride == store.filler_worth == 0 and not any(store._by_use)
 
 
 @settings(deadline=None)

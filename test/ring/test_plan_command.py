@@ -100,7 +100,7 @@ def test_a_division_never_exceeds_the_host_and_is_none_where_no_prompt_fits(pro)
     names = {field.name for field in fields(Sizes)}
     sizes = Sizes(**{name: value for name, value in found.items() if name in names})
     page, one = sum(sizes.host_page.values()), sizes.per_checkpoint
-    for host in (0.3, 1, 3.3, 17.7, 120, 200, 777.7):
+    for host in (*(0.3 + i / 100 for i in range(20)), 3.3, 17.7, 120, 200, 777.7):
         for length in (300, 5_000, 50_000, 700_000):
             best = best_split(sizes, Machine(288, 125, host), length, 100)
             prompt = stored_pages(length, 100, sizes.pairs) * page
@@ -110,6 +110,7 @@ def test_a_division_never_exceeds_the_host_and_is_none_where_no_prompt_fits(pro)
             if best is None:
                 assert host * GB < prompt + slack
                 continue
+            assert best.prompts > 0
             pages = int(best.hicache_ratio * sizes.tokens) // PAGE
             records = int(best.checkpoint_host_gb * GB // one)
             assert pages * page + records * one <= host * GB

@@ -122,7 +122,6 @@ class Duel:
         return 0 if self._octave is None else STRIDES[self._octave]
 
     def commit(self, chain: Sequence[str | int], path: Path, length: int) -> None:
-        """The tree holds ``length`` tokens of a request; nothing happens before it holds the prompt."""
-        if length >= path.prompt:
-            for ghost in (*self._grids, self._points):
-                ghost.commit(chain, path, length)
+        """The tree holds ``length`` tokens of a request."""
+        for ghost in (*self._grids, self._points):
+            ghost.commit(chain, path, length)
