@@ -15,7 +15,7 @@ PARTS = {
     "`record_format`, `identity`. Nothing is captured yet.",
     "Capture": "Windows to records: inside a chunk from its rows, at its end from the ring; visible with "
     "the pages. Brings `checkpoint/geometry`, `policy`, `density`, `duel`, `placement`, "
-    "`capture`, `pending`, `publish`.",
+    "`savings`, `capture`, `pending`, `publish`.",
     "Reuse": "The gate at both ends of a match, and restores. Brings `checkpoint/reuse`, `restore`, "
     "`manager`. Windows are exact from here on; states are not.",
     "States": "The C4 overlap states of attention and indexer in the same record. From here on hits are "

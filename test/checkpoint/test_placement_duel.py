@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from sglang_unified_kv.checkpoint.duel import LIKELY, MARGIN, STRIDES, WINDOW, Duel, Ghost
 from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import Grid, Path, Span, Sparse, policy_of
-from sglang_unified_kv.checkpoint.store import OCTAVES, CheckpointStore, Savings
+from sglang_unified_kv.checkpoint.savings import Savings
+from sglang_unified_kv.checkpoint.store import OCTAVES, CheckpointStore
 from sglang_unified_kv.placement.replay import Replay
 from sglang_unified_kv.placement.trace import Request, made_up
 
@@ -196,7 +197,7 @@ def test_a_cleared_duel_is_a_new_one():
 
 def publish(store, chain, pages, filler=False):
     boundary = pages * PAGE
-    saves = store.saving(chain, boundary)
+    saves = Savings(store, chain).at(boundary)
     store.publish(
         chain[pages - 1],
         boundary,

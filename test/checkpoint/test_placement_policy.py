@@ -10,6 +10,7 @@ from made_up_engine import PAGE, Engine, chain
 from sglang_unified_kv.checkpoint.density import FORGET_AFTER, REMEMBERED, Density, _within
 from sglang_unified_kv.checkpoint.policy import POLICIES, Grid, Path, Span, Sparse, policy_of
 from sglang_unified_kv.checkpoint.publish import NewRange
+from sglang_unified_kv.checkpoint.savings import Savings
 from sglang_unified_kv.checkpoint.store import CheckpointStore
 from sglang_unified_kv.config import CHECKPOINT_POLICY, ConfigError, Settings, load_settings
 
@@ -320,7 +321,7 @@ def test_what_a_record_saves_is_counted_from_the_one_below():
     for pages in (1, 4):
         slot = store.reserve()
         store.publish(names[pages - 1], pages * PAGE, slot, replace=True, mixed=False)
-    assert [store.saving(names, pages * PAGE) for pages in (1, 2, 4)] == [PAGE, PAGE, 3 * PAGE]
+    assert [Savings(store, names).at(pages * PAGE) for pages in (1, 2, 4)] == [PAGE, PAGE, 3 * PAGE]
 
 
 def test_what_only_fills_room_goes_first_and_counts_for_nobody_until_it_is_used():
@@ -333,13 +334,13 @@ def test_what_only_fills_room_goes_first_and_counts_for_nobody_until_it_is_used(
             slot,
             replace=True,
             mixed=False,
-            saves=store.saving(names, pages * PAGE),
+            saves=Savings(store, names).at(pages * PAGE),
             filler=pages in (2, 3),
         )
     assert store.get(names[3]).saves == 3 * PAGE and store.get(names[2]).saves == 0
     assert store.order() == [names[1], names[2], names[0], names[3]]
-    store.touch(names[2], store.saving(names, 3 * PAGE))
-    assert store.saving(names, 4 * PAGE) == PAGE and not store.get(names[2]).filler
+    store.touch(names[2], Savings(store, names).at(3 * PAGE))
+    assert Savings(store, names).at(4 * PAGE) == PAGE and not store.get(names[2]).filler
 
 
 def test_a_filler_counts_by_its_worth():
@@ -347,7 +348,7 @@ def test_a_filler_counts_by_its_worth():
     store.filler_worth = 0.25
 
     def add(pages, filler):
-        saves = store.saving(names, pages * PAGE)
+        saves = Savings(store, names).at(pages * PAGE)
         key, slot = names[pages - 1], store.reserve()
         store.publish(
             key, pages * PAGE, slot, replace=True, mixed=False, saves=saves, filler=filler
@@ -357,9 +358,9 @@ def test_a_filler_counts_by_its_worth():
     assert add(4, filler=True) == PAGE
     # Over nothing 6 pages, over the filler 2: a quarter of the way.
     assert add(6, filler=False) == 5 * PAGE
-    assert store.saving(names, 8 * PAGE) == 2 * PAGE
+    assert Savings(store, names).at(8 * PAGE) == 2 * PAGE
     store.filler_worth = 1.0
-    assert store.saving(names, 6 * PAGE) == 2 * PAGE
+    assert Savings(store, names).at(6 * PAGE) == 2 * PAGE
     assert add(5, filler=True) == PAGE
 
 

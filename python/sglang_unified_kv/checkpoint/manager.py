@@ -32,6 +32,7 @@ from .publish import NewRange, Publisher
 from .restore import Restore, restore
 from .rings import Ring, check_layout
 from .rows import rows_on
+from .savings import Savings
 from .staging import RecordMover
 from .stats import Stats
 from .storage import StorageTraffic
@@ -187,7 +188,7 @@ class CheckpointManager:
         key = chain[boundary // self.store.page_size - 1]
         if self.store.weighed:
             # Here and not whenever a queued request is matched again: the walk down the chain takes time.
-            self.store.touch(key, self.store.saving(chain, boundary))
+            self.store.touch(key, Savings(self.store, chain).at(boundary))
         record = self.store.pin(key)
         if record is None or record.boundary != boundary:
             raise CheckpointError(

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from .geometry import page_floor
 from .pending import PendingCaptures
+from .savings import Savings
 from .stats import Stats
-from .store import CheckpointStore, Published, Savings
+from .store import CheckpointStore, Published
 
 
 class NewRange(NamedTuple):

@@ -234,10 +234,6 @@ class CheckpointStore:
                 return pages * self.page_size
         return 0
 
-    def saving(self, chain: Sequence[str], boundary: int) -> int:
-        """What a hit at ``boundary`` saves, as :class:`Savings`."""
-        return Savings(self, chain).at(boundary)
-
     def worth(self, tokens: int) -> int:
         """What ``tokens`` count for that a filler saves."""
         return int(self.filler_worth * tokens)
@@ -319,36 +315,3 @@ class CheckpointStore:
             assert uses == sorted(uses), "an octave is not ordered by use"
         for slot, record in self._retired.items():
             assert record.slot == slot and not record.live and record.pins > 0, record
-
-
-class Savings:
-    """What hits along a chain save, in one walk for all its boundaries, while records are added below.
-
-    Args:
-        store: holds the records.
-        chain: page hashes of the prefix.
-    """
-
-    def __init__(self, store: CheckpointStore, chain: Sequence[str]):
-        self._store = store
-        self._chain = chain
-        # Pages walked, and the deepest record among them, filler or not, and not a filler.
-        self._walked = self._record = self._point = 0
-
-    def at(self, boundary: int) -> int:
-        """Tokens from the deepest record below ``boundary`` to it; not below the boundary asked for before.
-
-        Fillers below count by :attr:`CheckpointStore.filler_worth`.
-        """
-        pages = boundary // self._store.page_size
-        for walked in range(self._walked + 1, pages):
-            record = self._store.get(self._chain[walked - 1])
-            if record is not None:
-                self._record = walked
-                self._point = self._point if record.filler else walked
-        self._walked = pages - 1
-        return (
-            boundary
-            - self._point * self._store.page_size
-            - self._store.worth((self._record - self._point) * self._store.page_size)
-        )

@@ -16,6 +16,7 @@ from ..checkpoint.pending import PendingCaptures
 from ..checkpoint.placement import Placement
 from ..checkpoint.policy import Path, PlacementPolicy, Span
 from ..checkpoint.publish import NewRange, Publisher
+from ..checkpoint.savings import Savings
 from ..checkpoint.stats import Stats
 from ..checkpoint.store import CheckpointStore, Record
 from .trace import Request
@@ -170,7 +171,7 @@ class Replay:
     def _hit(self, pages: Sequence, boundary: int) -> Record:
         """Use a record, and pin it until the first chunk has restored it."""
         key = pages[boundary // self.page - 1]
-        saves = self.store.saving(pages, boundary) if self.store.weighed else None
+        saves = Savings(self.store, pages).at(boundary) if self.store.weighed else None
         self.store.touch(key, saves)
         record = self.store.pin(key)
         assert record is not None, "the store has just found it"
