@@ -302,7 +302,9 @@ def test_a_grid_alone_captures_nothing_else():
     path = Path(256, 512, 2700, grid=4, alone=True)
     assert COMBINED.boundaries(Span(256, 5000), path) == [1024, 2048, 3072, 4096]
     assert COMBINED.boundaries(Span(1023, 1024), path) == [1024]
-    assert [COMBINED.output_tails(p) for p in (path, Path(0, 0, 9, 1))] == [2, 1]
+    every, second, none = (Path(0, 0, 9, grid) for grid in (1, 2, 0))
+    # A grid of every page keeps what the policy of that name keeps.
+    assert [COMBINED.output_tails(p) for p in (path, every, second, none)] == [2, 2, 1, 1]
 
 
 def test_a_placement_tells_store_and_policy():

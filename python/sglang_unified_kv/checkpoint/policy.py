@@ -174,7 +174,7 @@ class Sparse:
         return set(grid).difference(self._points(path))
 
     def output_tails(self, path: Path) -> int:
-        return 2 if path.alone else 1
+        return 2 if path.alone or path.grid == 1 else 1
 
     def _has_room(self, path: Path) -> bool:
         return self.fills and path.grid > 0
