@@ -34,7 +34,7 @@ NOT_SETTINGS: Final = re.compile(
     # What Kubernetes sets for a Service that is named like us.
     "|(.*_)?SERVICE_(HOST|PORT)(_.*)?|(.*_)?PORT(_[0-9]+_(TCP|UDP|SCTP).*)?"
 )
-"""What follows the prefix in names that others read: reference engine, jobs, scripts."""
+"""What follows the prefix in names that are no settings: reference engine, jobs and scripts read them."""
 
 
 class ConfigError(ValueError):

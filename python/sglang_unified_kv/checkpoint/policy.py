@@ -37,7 +37,7 @@ class Path:
             retraction that includes what it had generated.
         grid: pages between checkpoints that the store affords beside others, 0 for none; told to
             policies that fill it.
-        alone: there are no others.
+        alone: the grid is all that is captured.
         known: tokens of the prompt whose page hashes were known when it got its row.
     """
 
@@ -174,6 +174,7 @@ class Sparse:
         return set(grid).difference(self._points(path))
 
     def output_tails(self, path: Path) -> int:
+        # What captures every page, or a grid alone, must not hit less than that grid's own policy.
         return 2 if path.alone or path.grid == 1 else 1
 
     def _has_room(self, path: Path) -> bool:
