@@ -147,24 +147,35 @@ def test_ranks_with_other_budgets_agree_on_every_match(pair, model_path):
 
 
 def updated(rank, port, model, folder):
-    """What the storage of each rank is called at start and after updates, of which rank 1 has one more."""
+    """What the storage of each rank is called after updates; the cache of rank 1 is not always flushed."""
     with engine_of(rank, port, model, env=at(folder), **STORAGE) as engine:
-        tree, names = engine.tree, []
+        tree, updater, names = engine.tree, engine.model_runner.weight_updater, []
         storage = tree.cache_controller.storage_backend
-        for updates in (0, 1, rank):
-            for _ in range(updates):
-                tree.checkpoints.suspend()
-                # Not through the engine: a rank whose update failed is not flushed, and nobody waits for it.
+
+        def update(path, *, flushed):
+            updater.update_weights_from_disk(path, "auto")
+            if flushed:
+                # Not through the engine, whose ranks wait for each other.
                 tree.reset()
+            assert tree.checkpoints.suspended != flushed
             names.append(storage._format.namespace)
-        assert not tree.checkpoints.suspended
+
+        names.append(storage._format.namespace)
+        update(model, flushed=rank == 0)
+        update(model, flushed=True)
+        # Not loaded by rank 1.
+        update(model if rank == 0 else "nowhere", flushed=True)
+        update(model, flushed=True)
         return names
 
 
 def test_updated_weights_are_named_without_the_other_ranks(pair, model_path, tmp_path):
     first, second = pair(updated, str(model_path), tmp_path)
-    assert first[0] == second[0] and first[1] == second[1] != first[0]
-    assert first[2] == first[1] and second[2] not in first
+    assert first[0] == second[0]
+    assert second[1] == second[0] != first[1], "suspended: nothing goes by its name"
+    assert first[2] == second[2], "the same weights"
+    assert first[2] not in first[:2], "rank 1 would find what rank 0 stored of the weights before"
+    assert len({*first, *second}) == 7, "ranks that do not hold the same share no name"
     again, _ = pair(updated, str(model_path), tmp_path)
     assert again[0] == first[0], "a restart finds what was stored"
     assert again[1] != first[1], "after an update only this start of the server knows the weights"

@@ -460,23 +460,27 @@ def test_between_an_update_and_a_flush_nothing_is_reused_or_stored(
         assert_equal_runs(run, oracle.run(950))
     assert {path.name for path in folder.iterdir()} == before
     assert sum("The weights were updated" in r.getMessage() for r in caplog.records) == 1
-    attached, message = engine.tree.attach_storage_backend("file")
-    assert not attached and "flush the cache first" in message
     engine.flush()
     assert_hit(stored.run(oracle.text[:700]), oracle, 512, 700)
 
 
-def test_a_session_of_updates_ends_with_reuse_if_the_cache_is_empty(
-    engine, manager, stored, oracle
-):
+def test_reuse_comes_back_when_nothing_of_the_old_weights_is_left(engine, manager, stored, oracle):
+    tree = engine.tree
     stored.run(oracle.text[:700])
     manager.suspend()
-    engine.tree.resume_if_empty()
-    assert manager.suspended
-    engine.flush()
-    manager.suspend()
-    engine.tree.resume_if_empty()
-    assert not manager.suspended
+    tree.resume_if_empty()
+    assert manager.suspended, "the tree has pages"
+    settle(engine)
+    tree.evict(EvictParams(num_tokens=10**9))
+    tree.evict_host(10**9)
+    record = next(iter(manager.store._records.values()))
+    record.stored = False
+    save = manager.storage.save([record.key])
+    tree.resume_if_empty()
+    assert manager.suspended, "a storage thread has a record"
+    manager.storage.saved(save)
+    tree.resume_if_empty()
+    assert not manager.suspended and not len(manager.store)
     assert_hit(stored.run(oracle.text[:700]), oracle, 512, 700)
 
 

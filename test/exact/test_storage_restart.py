@@ -10,6 +10,7 @@ from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
 from sglang_unified_kv.checkpoint import identity, record_format
 from sglang_unified_kv.checkpoint.identity import weights_digest
+from sglang_unified_kv.edits import weights_name
 from sglang_unified_kv.edits.sealed_pool import seals_pages
 from sglang_unified_kv.edits.storage_name import identity_of
 from sglang_unified_kv.engage import Refused
@@ -183,6 +184,31 @@ def test_storage_can_be_attached_and_detached(make, oracle, tmp_path):
             engine.flush()
         assert hit.details["storage"] == BOUNDARY
         assert recorder.run(prompt).cached_tokens == 0
+
+
+def test_weights_are_digested_for_storage_alone(make, oracle, model_path, monkeypatch):
+    digested = []
+
+    def digest(named):
+        digested.append(len(list(named)))
+        return weights_digest(named)
+
+    monkeypatch.setattr(weights_name, "weights_digest", digest)
+    with make(hicache_storage_backend=None) as engine:
+        updater = engine.model_runner.weight_updater
+        assert updater.update_weights_from_disk(str(model_path), "auto")[0]
+        engine.flush()
+        assert not digested and not engine.tree.checkpoints.suspended
+        assert updater.update_weights_from_disk(str(model_path), "auto")[0]
+        attached, message = engine.tree.attach_storage_backend("file")
+        assert attached and len(digested) == 1, message
+        engine.scheduler.enable_hicache_storage = True
+        assert engine.run(oracle.text[:LENGTH], 1).cached_tokens == 0
+        engine.flush()
+        assert len(digested) == 1, "the weights are those that were digested"
+        assert engine.run(oracle.text[:LENGTH], 1).cached_tokens == 0
+        engine.flush()
+        assert engine.run(oracle.text[:LENGTH], 1).details["storage"] == BOUNDARY
 
 
 def test_attaching_refuses_what_start_refuses(make, tmp_path):

@@ -126,6 +126,8 @@ class CheckpointManager:
         self.storage = StorageTraffic(store, self.stats)
         self.strict_provenance = strict_provenance
         self.suspended = False
+        # A session of weight updates is open: weights may change at any moment until it ends.
+        self.in_session = False
         self._pending = PendingCaptures(store)
         self._publisher = Publisher(store, self._pending, self.stats, strict=strict_provenance)
         self.verifier = Verifier(mover, self.rings) if verify else None
@@ -157,12 +159,27 @@ class CheckpointManager:
             self.store.touch(chain[boundary // self.store.page_size - 1])
 
     def suspend(self) -> None:
-        """The weights change: nothing is reused or becomes visible until :meth:`reset`."""
+        """The weights change: nothing is captured, reused or published until :meth:`resume`."""
         if not self.suspended:
             self.suspended = True
             logger.warning(
                 "The weights were updated: no prefix is reused or stored until the cache is flushed."
             )
+
+    @property
+    def resumable(self) -> bool:
+        """Whether suspended, with weights that are final and no request that holds a row.
+
+        Such a request has KV of the weights before, in part or as a whole.
+        """
+        holds = self._step is not None or self._requested or self._pending or self._paths
+        return self.suspended and not self.in_session and not holds
+
+    def resume(self) -> None:
+        """Nothing of the weights before is left: forget every checkpoint, and reuse and publish again."""
+        assert self.resumable, "a request still has KV of other weights"
+        self.reset()
+        self.suspended = False
 
     # -- before the forward
 
@@ -259,6 +276,8 @@ class CheckpointManager:
 
     def _wanted(self, rid: str, start: int, end: int) -> list[int]:
         """Boundaries in ``(start, end]`` that the policy wants and whose draft window is a cold run's."""
+        if self.suspended:
+            return []
         wanted = self.policy.boundaries(Span(start, end), self._paths[rid])
         foreign = self._draft_foreign.get(rid)
         if foreign is None:
@@ -416,9 +435,6 @@ class CheckpointManager:
             length: tokens the insert covered, a multiple of the page size.
             new_ranges: what the tree took over from this run; everything else it already held.
         """
-        if self.suspended:
-            self.stats.discarded += self._pending.drop(rid, length)
-            return []
         path = self._paths[rid]
         keep = self.policy.output_tails(path)
         self.stats.superseded += self._pending.drop_outputs(rid, length, keep)
@@ -443,7 +459,6 @@ class CheckpointManager:
 
     def reset(self) -> None:
         """Forget every checkpoint. The engine is idle: no batch is in flight."""
-        self.suspended = False
         self._requested.clear()
         self._draft_foreign.clear()
         self._paths.clear()

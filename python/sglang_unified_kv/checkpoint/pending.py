@@ -123,13 +123,6 @@ class PendingCaptures:
             self._store.discard(request.slots.pop(boundary))
         return len(dropped)
 
-    def drop(self, rid: str, length: int) -> int:
-        """Discard the request's captures in ``length`` tokens; returns how many that were."""
-        slots = self.take_ready(rid, length)
-        for slot in slots.values():
-            self._store.discard(slot)
-        return len(slots)
-
     def release(self, rid: str) -> int:
         """Discard what is left of a request; returns how many captures that were."""
         request = self._requests.pop(rid, _Request())

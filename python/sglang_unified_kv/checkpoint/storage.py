@@ -189,6 +189,11 @@ class StorageTraffic:
         self.saving = 0
         self._fetches.clear()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no storage thread holds a slot."""
+        return not self._saves and not self._fetches
+
     def check_idle(self) -> None:
         """Raise AssertionError unless no storage thread holds a slot."""
-        assert not self._saves and not self._fetches, (self._saves, self._fetches)
+        assert self.idle, (self._saves, self._fetches)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from ..checkpoint.manager import CheckpointManager
+    from .weights_name import WeightsName
 
 
 @dataclass
@@ -20,12 +21,14 @@ class Active:
         manager: engaged.
         target: runner of the served model.
         draft: runner of the draft model, if there is one.
+        weights: what the loaded weights are called in storage; None without HiCache.
         waiting: the target's forward batch while its captures wait for the draft's forward behind it.
     """
 
     manager: CheckpointManager
     target: ModelRunner
     draft: ModelRunner | None
+    weights: WeightsName | None
     waiting: ForwardBatch | None = None
 
 

@@ -20,8 +20,9 @@ from ..checkpoint.reuse import TreeMatch, gate
 from .active import Active, activate
 from .build import build_manager
 from .request_key import key_of
-from .storage_name import WeightsName, record_format_of
+from .storage_name import record_format_of
 from .strict_cache_storage import StorageStrictCache
+from .weights_name import WeightsName
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -59,6 +60,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         self._model_config = model_config
         # The base constructor resets, and reset reaches these.
         self.checkpoints = None  # type: ignore[assignment]  # nobody else sees it before init_checkpoints
+        self._weights: WeightsName | None = None
         self._prefetching = None
         self._chains: WeakKeyDictionary[Req, list[str]] = WeakKeyDictionary()
         self._inserted: tuple[InsertParams, InsertResult] | None = None
@@ -66,9 +68,9 @@ class StrictUnifiedRadixCache(StorageStrictCache):
 
     def init_hicache(self, server_args: ServerArgs, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)
+        self._weights = WeightsName([runner.model for runner in self._runners])
         self.init_checkpoints(params)
         self.cache_controller.register_host_pool_entry(self.records.entry())
-        self._weights = WeightsName([runner.model for runner in self._runners])
         self._bind_storage()
 
     def init_checkpoints(self, params: CacheInitParams) -> None:
@@ -76,7 +78,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         pools = [runner.token_to_kv_pool for runner in self._runners]
         self.checkpoints, self.records = build_manager(self, pools, self._model_config.context_len)
         target, *draft = self._runners
-        activate(Active(self.checkpoints, target, draft[0] if draft else None))
+        activate(Active(self.checkpoints, target, draft[0] if draft else None, self._weights))
         # Builds SGLang's native hash now, seconds before the first request instead of during it.
         get_storage_hash_str(RadixKey(array("q", [0]) * self.page_size), None, self.page_size)
 
@@ -147,6 +149,9 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         return result
 
     def checkpoint_into_tree(self, req: Req, *, up_to: int, **kwargs) -> None:
+        if self.checkpoints.suspended:
+            # The tree may hold pages of other weights, which an insert would give to the request's row.
+            return
         self._inserted = None
         super().checkpoint_into_tree(req, up_to=up_to, **kwargs)
         if self._inserted is None or self._inserted[1].rotation_tail_declined:
@@ -158,6 +163,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         self._save_attached(attached)
 
     def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        checkpointed = checkpointed and not self.checkpoints.suspended
         # A bigram key is one shorter than the tokens it spans.
         inserted = req.owned_kv_len() - self.tree_core.is_eagle if checkpointed else 0
         self.checkpoints.release(key_of(req), inserted)
@@ -165,9 +171,7 @@ class StrictUnifiedRadixCache(StorageStrictCache):
 
     def _reset_full(self) -> None:
         super()._reset_full()
-        if self.checkpoints is not None:
-            if self.checkpoints.suspended:
-                self._rename_weights()
+        if self.checkpoints is not None and not self._resume():
             self.checkpoints.reset()
 
     def release_host_resources(self) -> None:
@@ -177,7 +181,8 @@ class StrictUnifiedRadixCache(StorageStrictCache):
         super().release_host_resources()
 
     def _record_format(self) -> RecordFormat:
-        return record_format_of(self, self._model_config.hf_config, self._weights.current)
+        assert self._weights is not None, "there is no storage without HiCache"
+        return record_format_of(self, self._model_config.hf_config, self._weights.now())
 
     # -- identities
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..checkpoint.manager import CheckpointManager
     from ..checkpoint.record_format import RecordFormat
     from .record_pool import RecordHostPool
-    from .storage_name import WeightsName
+    from .weights_name import WeightsName
 
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class StorageStrictCache(UnifiedRadixCache):
 
     checkpoints: CheckpointManager
     records: RecordHostPool
-    _weights: WeightsName
+    _weights: WeightsName | None
     _prefetching: tuple[RadixKey, str | None, int] | None
 
     def _record_format(self) -> RecordFormat:
@@ -48,6 +48,11 @@ class StorageStrictCache(UnifiedRadixCache):
         if storage is None:
             return
         record_format = self._record_format()
+        if self._weights is not None and not self._weights.lasting:
+            logger.warning(
+                "The weights were updated on several ranks: what is stored from now on is not found after "
+                "the next start."
+            )
         storage.bind(record_format, self.records, self.checkpoints, self.page_size)
         logger.info(
             "Storage namespace %s: servers share stored prefixes where it and the served model name "
@@ -61,14 +66,17 @@ class StorageStrictCache(UnifiedRadixCache):
         host = controller.mem_pool_host if controller is not None else None
         if any(self.total_size()) or (host is not None and host.available_size() < host.size):
             return
-        self._rename_weights()
-        self.checkpoints.reset()
+        if self.checkpoints.storage.idle:
+            self._resume()
 
-    def _rename_weights(self) -> None:
-        """What the new weights compute must not meet what the old ones stored."""
-        if self.cache_controller is not None:
-            self._weights.updated()
-            self._bind_storage()
+    def _resume(self) -> bool:
+        """End the suspension of a weight update on emptied caches; False if there is none or it goes on."""
+        if not self.checkpoints.resumable:
+            return False
+        # What the new weights compute must not meet what the old ones stored.
+        self._bind_storage()
+        self.checkpoints.resume()
+        return True
 
     def attach_storage_backend(
         self,
@@ -79,8 +87,6 @@ class StorageStrictCache(UnifiedRadixCache):
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
         refused = engage.storage_obstacle(storage_backend)
-        if self.checkpoints.suspended:
-            refused = "the weights were updated: flush the cache first"
         if self.checkpoints.strict_provenance:
             refused = engage.STRICT_PROVENANCE_WITH_STORAGE
         if refused is None and hicache_write_policy not in (None, "write_through"):

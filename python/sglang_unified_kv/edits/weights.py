@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from .active import current_manager
+from .active import current
 from .series import SERIES
 
 _FEATURE = "bit-exact hicache"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater:WeightUpdater"
 _WHY = "the weights may change here, whether or not the update succeeds or a flush follows"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 
 
-def suspend(original, self, *args, **kwargs):
-    manager = current_manager()
-    if manager is not None:
-        manager.suspend()
-    return original(self, *args, **kwargs)
+def update(original, self, *args, **kwargs):
+    active = current()
+    if active is None:
+        return original(self, *args, **kwargs)
+    active.manager.suspend()
+    done = False
+    try:
+        answer = original(self, *args, **kwargs)
+        done = answer is None or answer[0]
+        return answer
+    finally:
+        if active.weights is not None:
+            active.weights.updated(done)
 
 
 for _name, (_params, _fingerprint) in {
@@ -34,12 +43,24 @@ for _name, (_params, _fingerprint) in {
         why=_WHY,
         params=_params,
         fingerprint=_fingerprint,
-    )(suspend)
+    )(update)
 
 
 @SERIES.wrap(
-    "sglang.srt.managers.scheduler_components.weight_updater:"
-    "SchedulerWeightUpdaterManager.end_weight_update",
+    f"{_MANAGER}.begin_weight_update",
+    feature=_FEATURE,
+    why="until the session ends weights may change without a call, from a peer's memory",
+    params="self, recv_req",
+    fingerprint="6ee0a8bc31d8de78",
+)
+def begin_weight_update(original, self, recv_req):
+    output = original(self, recv_req)
+    _note_session(self)
+    return output
+
+
+@SERIES.wrap(
+    f"{_MANAGER}.end_weight_update",
     feature=_FEATURE,
     why="ends a session whose updates have flushed the cache, so nothing else would",
     params="self, recv_req",
@@ -47,6 +68,15 @@ for _name, (_params, _fingerprint) in {
 )
 def end_weight_update(original, self, recv_req):
     output = original(self, recv_req)
-    if current_manager() is not None:
+    if _note_session(self):
         self.scheduler.tree_cache.resume_if_empty()
     return output
+
+
+def _note_session(updater) -> bool:
+    """Tell the manager whether a session is open; False if nothing is engaged."""
+    active = current()
+    if active is None:
+        return False
+    active.manager.in_session = updater._session is not None
+    return True
