@@ -73,7 +73,7 @@ class Updates:
         """From a trainer in a process of its own."""
         weights, port = load_file(folder / FILE), free_port()
         trainer = multiprocessing.get_context("spawn").Process(
-            target=_broadcast, args=(str(folder / FILE), port), daemon=True
+            target=broadcast, args=(str(folder / FILE), port), daemon=True
         )
         trainer.start()
         group = InitWeightsUpdateGroupReqInput(
@@ -132,7 +132,7 @@ def _done(answer) -> None:
     assert answer.success or "the cache was not flushed" in answer.message, answer.message
 
 
-def _broadcast(file: str, port: int) -> None:
+def broadcast(file: str, port: int) -> None:
     from sglang.srt.utils.common import init_custom_process_group
 
     group = init_custom_process_group(
