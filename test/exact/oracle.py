@@ -64,12 +64,12 @@ def bytes_of(rows: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: tensor.view(torch.uint8).cpu().numpy().tobytes() for name, tensor in rows.items()}
 
 
-def poison_rings(engine) -> None:
+def poison_rings(engine, value: float = POISON) -> None:
     """Overwrite every slot's rows: a hit must not read what the previous owner left."""
     engine.scheduler.device_module.synchronize()
     for _, buffer, size, _ in ring_buffers(engine):
         # Behind the rings lie the compressed rows, which a hit does reuse.
-        buffer[: engine.pool.num_req_slots * size] = POISON
+        buffer[: engine.pool.num_req_slots * size] = value
     # No stream of the engine waits for this one.
     engine.scheduler.device_module.synchronize()
 
