@@ -12,6 +12,7 @@ from oracle import (
 )
 from rank_pair import engine_of, rank_pair
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.runtime_context import get_parallel
 from sglang_unified_kv.edits.samples import samples_of
 from sglang_unified_kv.reference.harness import prompt
 from storage_folder import STORAGE, at, records
@@ -179,6 +180,27 @@ def test_updated_weights_are_named_without_the_other_ranks(pair, model_path, tmp
     again, _ = pair(updated, str(model_path), tmp_path)
     assert again[0] == first[0], "a restart finds what was stored"
     assert again[1] != first[1], "after an update only this start of the server knows the weights"
+
+
+def attached(rank, port, model, folder):
+    """Storage is attached to rank 0, which serves a prompt, and then to rank 1, which asks for the same."""
+    with engine_of(rank, port, model, env=at(folder), **DP) as engine:
+        tree, group = engine.tree, get_parallel().tp_group.cpu_group
+        for turn in (0, 1):
+            if turn == rank:
+                ok, message = tree.attach_storage_backend(
+                    "file", hicache_storage_prefetch_policy="wait_complete"
+                )
+                assert ok, message
+                engine.scheduler.enable_hicache_storage = True
+            torch.distributed.barrier(group)
+        return tree.cache_controller.storage_backend._format.namespace
+
+
+def test_storage_is_attached_without_the_other_ranks(pair, model_path, tmp_path):
+    first, second = pair(attached, str(model_path), tmp_path)
+    assert first == second
+    assert pair(attached, str(model_path), tmp_path)[0] != first, "a name of this start"
 
 
 def data_parallel(rank, port, model, texts, folder):

@@ -68,7 +68,9 @@ class StrictUnifiedRadixCache(StorageStrictCache):
 
     def init_hicache(self, server_args: ServerArgs, params: CacheInitParams) -> None:
         super().init_hicache(server_args, params)
-        self._weights = WeightsName([runner.model for runner in self._runners])
+        models = [runner.model for runner in self._runners]
+        stored = self.cache_controller.storage_backend is not None
+        self._weights = WeightsName(models, stored=stored)
         self.init_checkpoints(params)
         self.cache_controller.register_host_pool_entry(self.records.entry())
         self._bind_storage()

@@ -50,8 +50,9 @@ class StorageStrictCache(UnifiedRadixCache):
         record_format = self._record_format()
         if self._weights is not None and not self._weights.lasting:
             logger.warning(
-                "The weights were updated on several ranks: what is stored from now on is not found after "
-                "the next start."
+                "Several ranks whose weights were updated, or whose storage was attached after the start: "
+                "what they store from now on is not found after the next start. A server that is started "
+                "with --hicache-storage-backend and these weights stores what is found."
             )
         storage.bind(record_format, self.records, self.checkpoints, self.page_size)
         logger.info(

@@ -18,24 +18,28 @@ class WeightsName:
 
     Args:
         models: the target, and the draft model if there is one.
+        stored: a storage backend is there from the start. Collective over the ranks of the server.
 
     One rank is called by the digest of its weights, whenever it is asked. Several ranks are called by the
-    digests of all of them until the first update. After an update no rank can count on the others to be
-    here: updates fail, and data-parallel ranks are flushed one by one. Every rank receives the same calls in
-    the same order, so from then on the calls and their outcomes are the name, and what is stored under it
-    serves no other start of the server.
+    digests of all of them, exchanged at start. After an update, or where storage is attached later, no rank
+    can count on the others to be here: updates fail, and data-parallel ranks are flushed, and idle, one by
+    one. Every rank receives the same update calls in the same order, so their outcomes are the name then, and
+    what is stored under it serves no other start of the server.
 
     >>> one, other = WeightsName.history("", True), WeightsName.history("", False)
     >>> WeightsName.history(one, False) == WeightsName.history(other, True)
     False
     """
 
-    def __init__(self, models: list[torch.nn.Module]):
+    def __init__(self, models: list[torch.nn.Module], *, stored: bool):
         self._models = models
         self._history = ""
         self._digest: str | None = None
         self._alone = get_parallel().tp_size == 1
-        self._start = "" if self._alone else _of_all_ranks(secrets.token_hex(16))[0]
+        if not self._alone:
+            self._start = _of_all_ranks(secrets.token_hex(16))[0]
+            if stored:
+                self._digest = " ".join(_of_all_ranks(self._own_digest()))
 
     @staticmethod
     def history(before: str, done: bool) -> str:
@@ -50,20 +54,18 @@ class WeightsName:
     @property
     def lasting(self) -> bool:
         """Whether another start of the server with the same weights has the same name."""
-        return self._alone or not self._history
+        return self._alone or self._digest is not None
 
     def now(self) -> str:
-        """The name, for the namespace. Passes over the weights if they were not digested since they changed.
-
-        With several ranks and before the first update that is collective, as starting SGLang's storage
-        threads is: called where these are started, on every rank.
-        """
+        """The name, for the namespace. One rank passes over its weights if they changed since it did."""
         if not self.lasting:
             return f"updates {self._history} of start {self._start}"
         if self._digest is None:
-            own = weights_digest(self.named_weights())
-            self._digest = own if self._alone else " ".join(_of_all_ranks(own))
+            self._digest = self._own_digest()
         return self._digest
+
+    def _own_digest(self) -> str:
+        return weights_digest(self.named_weights())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors; the draft's names say so."""
