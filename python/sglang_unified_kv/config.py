@@ -7,34 +7,29 @@ environment (see ``edits/server_args.py``).
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-BIT_EXACT_HICACHE: Final = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
-BIT_EXACT_RADIX: Final = "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX"
-OFFLOAD_PAGE_STRIDE: Final = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
-CHECKPOINT_POLICY: Final = "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"
-CHECKPOINT_HOST_GB: Final = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
-STATE_STAGING_PAGES: Final = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
-PROVENANCE: Final = "SGLANG_UNIFIED_KV_PROVENANCE"
-DBG_CHECKSUM: Final = "SGLANG_SWA_DBG_CHECKSUM"
-STORAGE_PER_RANK: Final = "SGLANG_UNIFIED_KV_STORAGE_PER_RANK"
-RING_FIXES: Final = "SGLANG_UNIFIED_KV_RING_FIXES"
-HISPARSE: Final = "SGLANG_UNIFIED_KV_HISPARSE"
-
-PREFIX: Final = "SGLANG_UNIFIED_KV_"
-NOT_SETTINGS: Final = re.compile(
-    "REFERENCE_.*|NIGHTLY_MODEL|ENV_ROOT|PYTHON"
-    # What Kubernetes sets for a Service that is named like us.
-    "|(.*_)?SERVICE_(HOST|PORT)(_.*)?|(.*_)?PORT(_[0-9]+_(TCP|UDP|SCTP).*)?"
+from .plugin import (
+    BIT_EXACT_HICACHE,
+    BIT_EXACT_RADIX,
+    CHECKPOINT_HOST_GB,
+    CHECKPOINT_POLICY,
+    HISPARSE,
+    PROVENANCE,
+    RING_FIXES,
+    STORAGE_PER_RANK,
+    STRIDE_VARIABLE,
+    unknown_variables,
 )
-"""What follows the prefix in names that are no settings: reference engine, jobs and scripts read them."""
+
+OFFLOAD_PAGE_STRIDE: Final = STRIDE_VARIABLE
+STATE_STAGING_PAGES: Final = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
+DBG_CHECKSUM: Final = "SGLANG_SWA_DBG_CHECKSUM"
 
 
 class ConfigError(ValueError):
@@ -180,19 +175,6 @@ def variables() -> list[Variable]:
     return found
 
 
-def _unknown(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
-    ours = {name.removeprefix(PREFIX) for name in known if name.startswith(PREFIX)}
-    reasons = []
-    for name in sorted(environ):
-        rest = name.removeprefix(PREFIX)
-        if rest == name or not environ[name] or rest in ours or NOT_SETTINGS.fullmatch(rest):
-            continue
-        near = difflib.get_close_matches(rest, ours, 1)
-        meant = f"did you mean {PREFIX}{near[0]}? Correct it or unset it" if near else "unset it"
-        reasons.append(f"{name}={environ[name]!r}: there is no such variable; {meant}")
-    return reasons
-
-
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the settings from ``environ`` (default: the process environment).
 
@@ -205,7 +187,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     environ = os.environ if environ is None else environ
     allowed = {variable.name: variable.allowed for variable in variables()}
     found: dict[str, Any] = {name: environ[name] for name in allowed if environ.get(name)}
-    reasons, settings = _unknown(environ, allowed), None
+    reasons, settings = unknown_variables(environ), None
     try:
         settings = Settings(**found)
     except ValidationError as error:

@@ -8,22 +8,39 @@ of a plugin and goes on without it, which would be approximate reuse where exact
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from .edit import Series
 
 NAME = "sglang_unified_kv"
 GROUP = "sglang.srt.plugins"
-FEATURES = ("SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE", "SGLANG_UNIFIED_KV_BIT_EXACT_RADIX")
-RING_FIXES = "SGLANG_UNIFIED_KV_RING_FIXES"
-HISPARSE = "SGLANG_UNIFIED_KV_HISPARSE"
-SWITCHES = (*FEATURES, RING_FIXES, HISPARSE)
+PREFIX: Final = "SGLANG_UNIFIED_KV_"
+BIT_EXACT_HICACHE: Final = f"{PREFIX}BIT_EXACT_HICACHE"
+BIT_EXACT_RADIX: Final = f"{PREFIX}BIT_EXACT_RADIX"
+CHECKPOINT_POLICY: Final = f"{PREFIX}CHECKPOINT_POLICY"
+CHECKPOINT_HOST_GB: Final = f"{PREFIX}CHECKPOINT_HOST_GB"
+PROVENANCE: Final = f"{PREFIX}PROVENANCE"
+STORAGE_PER_RANK: Final = f"{PREFIX}STORAGE_PER_RANK"
+RING_FIXES: Final = f"{PREFIX}RING_FIXES"
+HISPARSE: Final = f"{PREFIX}HISPARSE"
+FEATURES: Final = (BIT_EXACT_HICACHE, BIT_EXACT_RADIX)
+SWITCHES: Final = (*FEATURES, RING_FIXES, HISPARSE)
+SETTINGS: Final = (*SWITCHES, CHECKPOINT_POLICY, CHECKPOINT_HOST_GB, PROVENANCE, STORAGE_PER_RANK)
+"""Every setting whose name begins with the prefix. They are here, and not in ``config.py``, because a
+misspelt one is named even where nothing is loaded."""
+NOT_SETTINGS: Final = re.compile(
+    "REFERENCE_(ENGINE|CHUNK_INVARIANT|DEVICE|UPSTREAM_KERNELS)|NIGHTLY_MODEL|ENV_ROOT|PYTHON"
+    # What Kubernetes sets for a Service that is named like us.
+    "|(.*_)?SERVICE_(HOST|PORT)(_.*)?|(.*_)?PORT(_[0-9]+_(TCP|UDP|SCTP).*)?"
+)
+"""What follows the prefix in names that are no settings: reference engine, jobs and scripts read them."""
 STRIDE_FLAG = "--hicache-swa-offload-page-stride"
-STRIDE_VARIABLE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
+STRIDE_VARIABLE: Final = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
 _OFF = f"{' and '.join(FEATURES)} are off"
 
 
@@ -37,6 +54,22 @@ def requested(environ: Mapping[str, str], switches: Iterable[str] = SWITCHES) ->
     return any(is_on(environ.get(name, "")) for name in switches)
 
 
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A line for every variable in ``environ`` that begins like ours and is none."""
+    ours = [name.removeprefix(PREFIX) for name in SETTINGS]
+    reasons = []
+    for name in sorted(environ):
+        rest = name.removeprefix(PREFIX)
+        if rest == name or not environ[name] or rest in ours or NOT_SETTINGS.fullmatch(rest):
+            continue
+        import difflib
+
+        near = difflib.get_close_matches(rest, ours, 1)
+        meant = f"did you mean {PREFIX}{near[0]}? Correct it or unset it" if near else "unset it"
+        reasons.append(f"{name}={environ[name]!r}: there is no such variable; {meant}")
+    return reasons
+
+
 def register() -> None:
     """Called by SGLang's plugin loader in every process that it starts.
 
@@ -44,9 +77,12 @@ def register() -> None:
         SystemExit: status 1, every reason is on stderr. Not an ``Exception``, which the loader
             would swallow.
     """
+    asked = requested(os.environ)
+    if not asked:
+        _name_unknown()
     if not requested(os.environ, FEATURES):
         _ignore_stride()
-    if not requested(os.environ):
+    if not asked:
         return
     try:
         reasons = _load()
@@ -118,11 +154,23 @@ def _end(reasons: list[str]) -> None:
     raise SystemExit(1)
 
 
-def _ignore_stride() -> None:
-    """The stride was given while the feature is off: say so once, keep SGLang's parser quiet."""
+def _name_unknown() -> None:
+    """Nothing is asked for, perhaps because what asks for it is misspelt."""
+    if _first_process():
+        for reason in unknown_variables(os.environ):
+            _warn(f"{reason}. SGLang runs as released: no switch is on")
+
+
+def _first_process() -> bool:
+    """Whether this process is the server's own and none of its children, which inherit what it was told."""
     import multiprocessing
 
-    if multiprocessing.parent_process() is not None:
+    return multiprocessing.parent_process() is None
+
+
+def _ignore_stride() -> None:
+    """The stride was given while the feature is off: say so once, keep SGLang's parser quiet."""
+    if not _first_process():
         return
     if os.environ.get(STRIDE_VARIABLE):
         _warn(f"{STRIDE_VARIABLE} is ignored: {_OFF}")

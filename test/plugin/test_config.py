@@ -1,8 +1,12 @@
 """Settings: what each variable may hold, and that every bad one is named at once."""
 
+import re
+from pathlib import Path
+
 import pydantic
 import pytest
-from sglang_unified_kv.config import ConfigError, Settings, load_settings
+from sglang_unified_kv import plugin
+from sglang_unified_kv.config import ConfigError, Settings, load_settings, variables
 
 HICACHE = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
 STRIDE = "SGLANG_HICACHE_SWA_OFFLOAD_PAGE_STRIDE"
@@ -82,7 +86,7 @@ def test_all_bad_values_are_named_at_once():
 
 
 def test_a_name_that_does_not_exist_is_named_with_the_nearest():
-    others = "REFERENCE_ENGINE NIGHTLY_MODEL ENV_ROOT PYTHON".split()
+    others = "REFERENCE_ENGINE REFERENCE_DEVICE NIGHTLY_MODEL ENV_ROOT PYTHON".split()
     # A Service of Kubernetes named sglang-unified-kv, and one named sglang-unified-kv-eu.
     others += (
         "SERVICE_HOST SERVICE_PORT_HTTP PORT PORT_30000_TCP_ADDR EU_SERVICE_PORT EU_PORT".split()
@@ -99,6 +103,22 @@ def test_a_name_that_does_not_exist_is_named_with_the_nearest():
     names = [reason.removeprefix("SGLANG_UNIFIED_KV_") for reason in error.value.reasons]
     said = "there is no such variable; unset it"
     assert names == [f"AB='1': {said}", f"ENV_ROOTS='1': {said}", f"PYTHONS='1': {said}"]
+
+
+def test_the_names_that_the_entry_point_knows_are_those_of_the_settings():
+    ours = [v.name for v in variables() if v.name.startswith(plugin.PREFIX)]
+    assert sorted(plugin.SETTINGS) == sorted(ours)
+
+
+def test_every_name_that_code_and_scripts_read_is_known():
+    root = Path(__file__).parents[2]
+    files = [f for top in ("python", "scripts") for f in (root / top).rglob("*") if f.is_file()]
+    text = "".join(file.read_text() for file in files if file.suffix in ("", ".py"))
+    names = set(re.findall(r"SGLANG_UNIFIED_KV_[A-Z_]*[A-Z]", text))
+    assert {"SGLANG_UNIFIED_KV_REFERENCE_DEVICE", "SGLANG_UNIFIED_KV_NIGHTLY_MODEL"} <= names
+    assert plugin.unknown_variables(dict.fromkeys(names, "1")) == []
+    (said,) = plugin.unknown_variables({"SGLANG_UNIFIED_KV_REFERENCE_ENGIN": "1"})
+    assert said.startswith("SGLANG_UNIFIED_KV_REFERENCE_ENGIN='1': there is no such variable")
 
 
 def test_the_process_environment_is_the_default(monkeypatch):

@@ -54,6 +54,32 @@ def test_the_stride_variable_is_ignored_with_one_warning(forks):
     assert ended.stderr.count(f"sglang-unified-kv: warning: {STRIDE} is ignored") == 1
 
 
+MISSPELT = "SGLANG_UNIFIED_KV_BIT_EXACT_HICAHE"
+
+
+def test_a_misspelt_variable_that_is_the_only_switch_is_named(forks):
+    """And nothing is loaded for that; names that are no settings are nobody's misspelling."""
+    script = LOAD + "import sys; print(sorted(m for m in sys.modules if 'sglang_unified_kv' in m))"
+    mine = {"SGLANG_UNIFIED_KV_ENV_ROOT": "x", "SGLANG_UNIFIED_KV_SERVICE_HOST": "10.0.0.1"}
+    ended = forks.run(script, {MISSPELT: "1"} | mine)
+    assert ended.rc == 0
+    assert "'sglang_unified_kv.plugin'" in ended.stdout and "config" not in ended.stdout
+    (said,) = [line for line in ended.stderr.splitlines() if "sglang-unified-kv" in line]
+    assert said == (
+        f"sglang-unified-kv: warning: {MISSPELT}='1': there is no such variable; did you mean {SWITCH}? "
+        "Correct it or unset it. SGLang runs as released: no switch is on"
+    )
+
+
+def test_a_misspelt_variable_beside_a_switch_ends_the_start(forks):
+    ended = forks.run(LOAD + "print('still here')", ON | {"SGLANG_UNIFIED_KV_RING_FIXS": "1"})
+    assert (ended.rc, ended.stdout) == (1, "")
+    assert (
+        "SGLANG_UNIFIED_KV_RING_FIXS='1': there is no such variable; did you mean " in ended.stderr
+    )
+    assert "sglang-unified-kv: warning" not in ended.stderr
+
+
 def test_children_do_not_repeat_the_warning(forks):
     script = LOAD + (
         "import multiprocessing, sglang.srt.plugins as loader\n"
@@ -64,9 +90,10 @@ def test_children_do_not_repeat_the_warning(forks):
         "process = multiprocessing.get_context('fork').Process(target=child)\n"
         "process.start(); process.join()"
     )
-    ended = forks.run(script, {STRIDE: "2"})
+    ended = forks.run(script, {STRIDE: "2", MISSPELT: "1"})
     assert ended.stdout == "loaded\n"
     assert ended.stderr.count(f"{STRIDE} is ignored") == 1
+    assert ended.stderr.count(f"{MISSPELT}='1': there is no such variable") == 1
 
 
 # Runs SGLang's own launcher as `python -m` does, up to the point where its arguments are parsed.
