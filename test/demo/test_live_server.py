@@ -129,7 +129,11 @@ def test_the_rank_says_once_what_is_engaged(served, tmp_path):
     said = json.loads(document.read_text())["attestation"]["dp0 tp0"]
     assert (said["features"], said["stride"], said["storage"]) == ("hicache+ring", "2", "file")
     assert (said["provenance"], said["checksum"], said["records"]) == ("live", "0", "32")
-    assert int(said["edits"]) > 50 and len(said["edits_digest"]) == len(said["layout"]) == 16
+    assert len(said["edits_digest"]) == len(said["layout"]) == 16
+    listed = json.loads(CliRunner().invoke(app, ["edits", "--json"]).stdout)
+    switches = ["SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE", "SGLANG_UNIFIED_KV_RING_FIXES"]
+    (ours,) = [row for row in listed["ranks"] if row["switches"] == switches]
+    assert (said["edits"], said["edits_digest"]) == (str(ours["edits"]), ours["edits_digest"])
     (line,) = [line for line in served.process.log.read_text().splitlines() if "Unified KV" in line]
     words = " ".join(f"{name}={value}" for name, value in said.items() if value)
     assert line.endswith(f"Unified KV engaged on dp0 tp0 (dp_size 1, tp_size 1): {words}")

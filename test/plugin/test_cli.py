@@ -53,6 +53,27 @@ def test_edits_lists_the_product_without_torch_and_says_what_it_left_out():
     assert "reference engine's edits are not listed: torch is not installed" in done.stderr
 
 
+def test_edits_ends_with_what_a_rank_says_of_itself():
+    """test_live_server.py compares it with a rank."""
+    listed = json.loads(edits("--json", without=("sglang", "torch")).stdout)
+    exact, ring, hisparse, report = (len(listed["series"][name]) for name in PRODUCT)
+    hicache, fixes, sparse = (
+        f"SGLANG_UNIFIED_KV_{name}" for name in ("BIT_EXACT_HICACHE", "RING_FIXES", "HISPARSE")
+    )
+    said = {tuple(row["switches"]): row["edits"] for row in listed["ranks"]}
+    assert said == {
+        (hicache,): exact + report,
+        (fixes,): ring + report,
+        (sparse,): ring + hisparse + report,
+        (hicache, fixes): exact + ring + report,
+        (hicache, sparse): exact + ring + hisparse + report,
+    }
+    text = edits(without=("sglang", "torch")).stdout
+    for row in listed["ranks"]:
+        shown = "edits={edits} edits_digest={edits_digest}  ".format(**row)
+        assert f"\n{shown}{' and '.join(row['switches'])}\n" in text
+
+
 def test_edits_as_text():
     text = edits(without=("sglang",)).stdout
     # Whole, though no terminal is that wide.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from itertools import combinations
 from typing import Annotated, Any
 
 import typer
 
+from ..attestation import digest
 from ..edit import SGLANG_VERSION, Edit, Series
+from ..plugin import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, HISPARSE, RING_FIXES, requested_series
 from .edits_verify import verify_edits
 
 
@@ -24,6 +27,9 @@ def edits(
 ) -> None:
     """List every edit of SGLang: the product's series, and the reference engine's apart.
 
+    Last, for every choice of switches, the number and the digest that a rank says of itself (edits= and
+    edits_digest= in its log): those of all series that the switches ask for.
+
     Listing needs no SGLang; --verify does. The reference engine's edits are torch functions; without torch
     they are left out, and the output says so.
 
@@ -35,10 +41,16 @@ def edits(
         raise typer.Exit(verify_edits(listed, as_json))
     if as_json:
         series = {s.name: [_row(edit) for edit in s] for s in listed.values()}
-        typer.echo(json.dumps({"sglang": SGLANG_VERSION, "series": series}, indent=2))
+        document = {"sglang": SGLANG_VERSION, "series": series, "ranks": _said_by_ranks()}
+        typer.echo(json.dumps(document, indent=2))
         return
     for title, one in listed.items():
         _print(one, title)
+    typer.echo(f"What a rank says, by the switches that are on; {BIT_EXACT_RADIX} counts as")
+    typer.echo(f"{BIT_EXACT_HICACHE}:\n")
+    for said in _said_by_ranks():
+        switches = " and ".join(said["switches"])
+        typer.echo(f"edits={said['edits']} edits_digest={said['edits_digest']}  {switches}")
 
 
 def _series() -> dict[str, Series]:
@@ -57,6 +69,18 @@ def _series() -> dict[str, Series]:
     else:
         typer.echo("The reference engine's edits are not listed: torch is not installed.", err=True)
     return listed
+
+
+def _said_by_ranks() -> list[dict[str, Any]]:
+    """What ranks say of their edits, for every choice of switches that asks for other series."""
+    switches = (BIT_EXACT_HICACHE, RING_FIXES, HISPARSE)
+    found: dict[str, dict[str, Any]] = {}
+    for count in range(1, len(switches) + 1):
+        for on in combinations(switches, count):
+            edits, fingerprints = digest(requested_series(dict.fromkeys(on, "1")))
+            said = {"switches": list(on), "edits": edits, "edits_digest": fingerprints}
+            found.setdefault(fingerprints, said)
+    return list(found.values())
 
 
 def _row(edit: Edit) -> dict[str, Any]:
