@@ -36,6 +36,7 @@ GOOD = Facts(
     speculative_adaptive=False,
     enable_multi_layer_eagle=False,
     enable_mixed_chunk=False,
+    enable_lora=False,
     dllm_algorithm=None,
     enable_streaming_session=False,
     enable_session_radix_cache=False,

@@ -83,6 +83,7 @@ class Facts(EnvironmentFacts):
     speculative_adaptive: bool
     enable_multi_layer_eagle: bool
     enable_mixed_chunk: bool
+    enable_lora: bool
     dllm_algorithm: str | None
     enable_streaming_session: bool
     enable_session_radix_cache: bool
@@ -192,6 +193,11 @@ STRICT_PROVENANCE_WITH_STORAGE = (
     "runs; unset one of them"
 )
 
+LORA_WITH_STORAGE = (
+    "--enable-lora (--lora-paths sets it) with a storage backend: an adapter is known by its name and path "
+    "alone, so one that was trained anew would be served what the old one stored; remove one of them"
+)
+
 SHARED_OBSTACLES = (
     Rule(lambda f: f.page_size == 256, "--page-size {page_size}: set it to 256"),
     # A replayed graph runs no Python, and nobody says where the rows of a chunk are.
@@ -267,6 +273,7 @@ LAUNCH_OBSTACLES = (
         lambda f: storage_obstacle(f.hicache_storage_backend) is None,
         lambda f: storage_obstacle(f.hicache_storage_backend) or "",
     ),
+    Rule(lambda f: not f.enable_lora or f.hicache_storage_backend is None, LORA_WITH_STORAGE),
     *SHARED_OBSTACLES,
     Rule(lambda f: not f.disable_radix_cache, "--disable-radix-cache: remove the flag"),
     Rule(

@@ -153,7 +153,7 @@ def test_parallel_samples_of_one_prompt(engine, manager, cold):
 
 
 @only_chunked
-@pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
+@pytest.mark.parametrize("field", ["extra_key", "cache_salt", "lora_id"])
 def test_requests_under_another_key_share_nothing(engine, manager, cold, field):
     ids, recorder = cold["text"][:700], Recorder(engine)
     expected = cold[tuple(ids)]

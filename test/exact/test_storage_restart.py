@@ -8,6 +8,8 @@ import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
+from sglang.srt.runtime_context import get_lora
+from sglang_unified_kv import engage
 from sglang_unified_kv.checkpoint import identity, record_format
 from sglang_unified_kv.checkpoint.identity import weights_digest
 from sglang_unified_kv.edits import weights_name
@@ -218,6 +220,9 @@ def test_attaching_refuses_what_start_refuses(make, tmp_path):
         assert not attached and "--hicache-storage-backend hf3fs: not supported" in message
         attached, message = attach("file", hicache_write_policy="write_back")
         assert not attached and "write_back: leave it write_through" in message
+        with get_lora().override(enable_lora=True):
+            attached, message = attach("file")
+        assert not attached and message == engage.LORA_WITH_STORAGE
         assert engine.tree.cache_controller.storage_backend is None
 
 

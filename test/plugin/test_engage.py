@@ -34,6 +34,10 @@ OBSTACLES = [
     ),
     (dict(hicache_host_memory_mode="buffer_only"), "--hicache-host-memory-mode buffer_only"),
     (
+        dict(enable_lora=True, hicache_storage_backend="file"),
+        "--enable-lora (--lora-paths sets it) with a storage backend",
+    ),
+    (
         dict(hicache_storage_backend="simm"),
         "--hicache-storage-backend simm: not supported, it has no batch_exists_v2",
     ),
@@ -182,6 +186,10 @@ def test_what_only_hicache_asks_for_does_not_stand_in_the_way_without_it():
         hicache_host_memory_mode="buffer_only",
     )
     assert decide(RADIX, facts).state is State.ENGAGED
+
+
+def test_adapters_are_served_where_nothing_is_stored():
+    assert decide(ON, replace(GOOD, enable_lora=True)).state is State.ENGAGED
 
 
 def test_a_refusal_names_the_switches_that_are_on():

@@ -57,6 +57,7 @@ def test_launch_server_is_refused_with_every_reason_before_anything_is_built(for
             model,
             *("--enable-hierarchical-cache", "--hicache-write-policy", "write_back"),
             *("--hicache-storage-backend", "simm", "--enable-streaming-session"),
+            *("--lora-paths", "adapter=somewhere"),
             *(
                 "--enable-metrics",
                 "--extra-metric-labels",
@@ -71,6 +72,9 @@ def test_launch_server_is_refused_with_every_reason_before_anything_is_built(for
         "--hicache-write-policy write_back: set it to write_through",
         "--hicache-storage-backend simm: not supported, it has no batch_exists_v2, batch_get_v2 and "
         "batch_set_v2, which records travel with; use one of file, nixl, mooncake, dynamic",
+        "--enable-lora (--lora-paths sets it) with a storage backend: an adapter is known by its name and "
+        "path alone, so one that was trained anew would be served what the old one stored; remove one of "
+        "them",
         "--enable-streaming-session: not supported; remove the flag",
         "--extra-metric-labels sets state, tier, which metrics of this plugin have for labels of their own: "
         "rename there, or serve without --enable-metrics",

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components.base import CacheTransferPhase
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_lora
 
 from .. import engage
 from ..checkpoint.storage import Fetch
@@ -90,6 +91,8 @@ class StorageStrictCache(UnifiedRadixCache):
         refused = engage.storage_obstacle(storage_backend)
         if self.checkpoints.strict_provenance:
             refused = engage.STRICT_PROVENANCE_WITH_STORAGE
+        if get_lora().enable_lora:
+            refused = engage.LORA_WITH_STORAGE
         if refused is None and hicache_write_policy not in (None, "write_through"):
             refused = f"hicache_write_policy {hicache_write_policy}: leave it write_through"
         if refused is not None:
