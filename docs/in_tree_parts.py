@@ -73,6 +73,9 @@ _OF_EXACT_REUSE = {
         f"{_CACHE}release_host_resources",
         "*cache_controller:*",
         "*StorageBackendFactory*",
+        "*clear_hicache_storage_wrapped",
+        "*HiCacheFile.*",
+        "*LRUFileEvictor.*",
     ),
 }
 

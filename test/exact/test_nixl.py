@@ -138,6 +138,22 @@ def test_an_engine_hits_what_it_stored_itself(engine, recorder, oracle, folder):
     assert_hit(recorder.run(oracle.text[:700]), oracle, 512)
 
 
+def test_clearing_deletes_this_namespace_alone(engine, recorder, oracle, folder):
+    ours = files(folder)
+    kept = {ours[0].parent / "notes.txt"}
+    for path in ours:
+        own, _, rest = path.name.partition("-")
+        kept |= {path.with_name(f"{own[::-1]}-{rest}"), path.with_name(f"{path.name}-other")}
+        kept.add(path.with_name(rest))
+    for path in kept:
+        path.write_bytes(b"keep")
+    assert engine.tree.clear_storage_backend()
+    assert set(files(folder)) == kept
+    assert_hit(recorder.run(oracle.text[:700]), oracle, 0)
+    empty_memory(engine)
+    assert_hit(recorder.run(oracle.text[:700]), oracle, 512)
+
+
 def test_objects_are_whole_units_of_direct_io(engine, stored, direct_io):
     sizes = [len(data) for data in stored.values()]
     assert sizes.count(engine.tree.records.slot_bytes) == 2

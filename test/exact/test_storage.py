@@ -1,15 +1,21 @@
 """Hits from storage against cold runs, byte for byte, and what must not be hit."""
 
 import resource
+import shutil
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.managers import cache_controller
+from sglang.srt.managers.io_struct import ClearHiCacheReqInput
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.checkpoint.storage import Save
+from sglang_unified_kv.edits.storage_clear import clear_namespace
 from storage_folder import (
     STORAGE,
     at,
@@ -421,6 +427,90 @@ def test_emptied_storage_is_given_the_records_again(engine, manager, oracle, fol
     recorder.run(oracle.text[:700])
     assert engine.tree.clear_storage_backend() and not list(folder.iterdir())
     assert not any(record.stored for record in manager.store._records.values())
+
+
+def foreign_files(folder):
+    """Files that clearing must leave: each is like one of ours but for one thing."""
+    page, record = pages(folder)[0], records(folder)[0]
+    anchor = next(p for p in folder.iterdir() if not p.stat().st_size)
+    own = page.name.partition("-")[0]
+    names = [name.replace(own, own[::-1]) for name in (page.name, record.name, anchor.name)]
+    names += [name.removeprefix(f"{own}-") for name in (page.name, anchor.name)]
+    for name in (page.name, record.name, anchor.name):
+        names += [name.replace(".bin", "-other.bin"), name.replace(".bin", ".bin.bak")]
+    # Served as "x_" and our name: both end alike.
+    hash_ = anchor.name.partition("-")[2].partition("_")[0]
+    names += [anchor.name.replace(f"{hash_}_", f"{hash_}_x_"), "notes.txt", f".{own}.tmp"]
+    for name in names:
+        (folder / name).write_bytes(b"keep")
+    (folder / "folder").mkdir()
+    (folder / "folder" / page.name).write_bytes(b"keep")
+    return {folder / name for name in (*names, "folder")}
+
+
+def test_clearing_deletes_this_namespace_alone(engine, manager, oracle, folder, caplog):
+    recorder = Recorder(engine)
+    recorder.run(oracle.text[:700])
+    settle(engine)
+    ours = set(folder.iterdir())
+    kept = foreign_files(folder)
+    caplog.set_level("INFO")
+    try:
+        assert engine.scheduler.clear_hicache_storage_wrapped(ClearHiCacheReqInput()).success
+        assert set(folder.iterdir()) == kept and not ours & kept
+        assert len(list((folder / "folder").iterdir())) == 1
+        said = f"HiCache storage: {len(ours)} objects of {engine.tree._record_format().namespace.hex()}-"
+        assert any(said in r.getMessage() for r in caplog.records)
+        engine.flush()
+        assert recorder.run(oracle.text[:700]).cached_tokens == 0
+        engine.flush()
+        poison_rings(engine)
+        assert_hit(recorder.run(oracle.text[:700]), oracle, 512, 700)
+    finally:
+        shutil.rmtree(folder / "folder")
+
+
+def test_a_file_that_cannot_be_deleted_does_not_keep_the_others(
+    engine, manager, oracle, folder, monkeypatch, caplog
+):
+    Recorder(engine).run(oracle.text[:700])
+    settle(engine)
+    stuck, gone = records(folder)
+    real = Path.unlink
+
+    def unlink(path):
+        if path == gone:
+            real(path)  # another rank was faster
+        if path == stuck:
+            raise PermissionError(f"{path} stays")
+        real(path)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert not engine.scheduler.clear_hicache_storage_wrapped(ClearHiCacheReqInput()).success
+    assert list(folder.iterdir()) == [stuck]
+    assert any(f"{stuck} stays" in r.getMessage() for r in caplog.records)
+
+
+def test_what_was_cleared_is_not_accounted_for_any_more(engine, manager, oracle, folder):
+    Recorder(engine).run(oracle.text[:700])
+    settle(engine)
+    storage = engine.tree.cache_controller.storage_backend
+    limits = {"max_size": "1Gi", "enable_metadata_cache": True, "metadata_ttl": 1e9}
+    config = replace(engine.tree.cache_controller.storage_config, extra_config=limits)
+    other = f"{'0' * 64}{storage._backend.config_suffix}"
+    (folder / f"{other}.bin").write_bytes(b"12345")
+    backend = HiCacheFile(config)
+    backend.registered_pools = storage._backend.registered_pools
+    key = storage._prefix + chain_of(engine, oracle.text[:700])[0]
+    assert backend.exists(key) and backend._evictor._total_bytes > 5
+    # Another rank deletes them first.
+    assert clear_namespace(storage._backend, storage._prefix) > 0
+    assert clear_namespace(backend, storage._prefix) == 0
+    assert not backend.exists(key)
+    assert (list(backend._evictor._lru), backend._evictor._total_bytes) == ([other], 5)
+    backend.file_path = str(folder / "is not there")
+    with pytest.raises(FileNotFoundError):
+        clear_namespace(backend, storage._prefix)
 
 
 @pytest.fixture

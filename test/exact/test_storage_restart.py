@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
+from sglang.srt.managers.io_struct import ClearHiCacheReqInput
 from sglang.srt.mem_cache import hicache_storage
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorage
 from sglang.srt.runtime_context import get_lora
@@ -138,6 +139,28 @@ def test_a_dynamic_backend_carries_records(make, oracle, tmp_path):
         flip(next(iter(pages(tmp_path, "deepseek_v4_c4"))), 100)
         engine.flush()
         assert_equal_runs(recorder.run(prompt), oracle.run(LENGTH))
+
+
+def test_a_backend_that_does_not_tell_whose_objects_it_has_is_not_cleared(
+    make, oracle, tmp_path, caplog
+):
+    with make(**dynamic("DynamicFile")) as engine:
+        Recorder(engine).run(oracle.text[:LENGTH])
+        engine.drain()
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        assert before
+        assert not engine.scheduler.clear_hicache_storage_wrapped(ClearHiCacheReqInput()).success
+        assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+        prefix = f"{engine.tree._record_format().namespace.hex()}-"
+    (said,) = [r.getMessage() for r in caplog.records if "nothing was deleted" in r.getMessage()]
+    assert "DynamicFile does not tell which objects are this server's" in said
+    assert f"Delete the objects whose keys begin with {prefix}" in said
+
+
+def test_without_the_plugin_clearing_is_sglangs_own(make, filled, oracle, tmp_path):
+    with make(stock=True) as engine:
+        assert engine.scheduler.clear_hicache_storage_wrapped(ClearHiCacheReqInput()).success
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dynamic_backend_that_cannot_move_records_is_refused(make):

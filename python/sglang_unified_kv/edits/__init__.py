@@ -10,6 +10,7 @@ from . import (  # noqa: F401, I001
     pool_sizing,
     registry,
     storage_transfers,
+    storage_clear,
     weights,
     scheduler,
     speculation,

@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from .record_pool import RECORD_POOL
 from .record_transfers import FetchTransfer, SaveTransfer
 from .sealed_pool import SealedPool
+from .storage_clear import clear_namespace
 
 if TYPE_CHECKING:
     from ..checkpoint.manager import CheckpointManager
@@ -307,8 +308,10 @@ class StrictStorage(HiCacheStorage):
 
     # -- upkeep
 
-    def clear(self):
-        return self._backend.clear()
+    def clear(self) -> None:
+        """Delete the objects of this namespace; raises as :func:`clear_namespace`, which SGLang logs."""
+        deleted = clear_namespace(self._backend, self._prefix)
+        logger.info("HiCache storage: %d objects of %s* were deleted.", deleted, self._prefix)
 
     def get_stats(self):
         return self._backend.get_stats()
