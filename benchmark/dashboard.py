@@ -129,7 +129,8 @@ def ask(
     url: str, expr: str, begin: float, end: float
 ) -> list[tuple[dict, list[float], list[float]]]:
     """(labels, times, values) of every series that answers a query over the whole run."""
-    query = expr.replace("$model_name", MODEL).replace("$__rate_interval", "20s")
+    query = expr.replace("$model_name", MODEL).replace("$instance", ".*")
+    query = query.replace("$__rate_interval", "20s")
     session = requests.Session()
     session.trust_env = False
     parameters = {"query": query, "start": begin, "end": end, "step": 2}

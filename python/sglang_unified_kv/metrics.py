@@ -101,7 +101,8 @@ METRICS = (
         "sglang:unified_kv_gate_cut_tokens",
         "histogram",
         "Tokens that the cache held and a request computed again all the same, per request that was cut "
-        "or rejected. The sum over the reused tokens is the share of hits that missing checkpoints cost.",
+        "or rejected. Their sum over that sum and sglang:unified_kv_gate_reused_tokens_total is the cut "
+        "share: what missing checkpoints cost of what the cache held.",
         EXACT,
         buckets=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536),
     ),
@@ -264,7 +265,8 @@ METRICS = (
         "sglang:unified_kv_ring_slots",
         "gauge",
         "Request slots, each with a sliding-window ring and compressor states of its own: used by a "
-        "request, or free. Requests queue when none is free, whatever sglang:token_usage says.",
+        "request, or free. Requests queue when none is free; sglang:token_usage is 1 then, and "
+        "sglang:full_token_usage says how much memory is in use.",
         ANY,
         {"state": ("free", "used")},
     ),

@@ -1,25 +1,11 @@
 """The Grafana dashboard against the table of metrics; against a real scrape: test_live_server.py."""
 
 import json
+import re
 
 import pytest
-from dashboard import FILE, queries, selectors
+from dashboard import FILE, SCRAPED, described, queries, selectors
 from sglang_unified_kv.metrics import BY_NAME, SCHEDULER_LABELS
-
-
-def described(name):
-    """The metric of ours that a name in a query is, with the labels of its samples; None for SGLang's own."""
-    plain = name
-    for suffix in ("_bucket", "_sum", "_count"):
-        if name.endswith(suffix) and name.removesuffix(suffix) in BY_NAME:
-            plain = name.removesuffix(suffix)
-    metric = BY_NAME.get(plain)
-    if metric is None:
-        assert not name.startswith("sglang:unified_kv"), f"{name} is exported by nobody"
-        return None
-    assert (plain != name) == (metric.kind == "histogram"), f"{name} is no series of a histogram"
-    le = {"le"} if name.endswith("_bucket") else set()
-    return metric, {*SCHEDULER_LABELS, "dp_rank", *metric.labels, *le}
 
 
 @pytest.mark.parametrize("query", queries(), ids=lambda q: q.panel)
@@ -27,8 +13,8 @@ def test_every_query_asks_for_what_is_exported(query):
     found = selectors(query.expr)
     assert found
     for name, labels, values in found:
-        assert "model_name" in labels, "it would mix servers"
-        metric, known = described(name) or (None, {*SCHEDULER_LABELS, "dp_rank"})
+        assert {"model_name", "instance"} <= labels, "it would mix servers"
+        metric, known = described(name) or (None, {*SCHEDULER_LABELS, "dp_rank", *SCRAPED})
         assert labels <= known, (name, labels - known)
         for label, value in values.items():
             if metric is not None and label in metric.labels:
@@ -67,6 +53,27 @@ def test_panels_are_what_grafana_needs():
         taken |= cells
         if panel["type"] != "row":
             assert panel["description"] and panel["targets"], panel["title"]
-    (_, model) = dashboard["templating"]["list"]
-    name = model["query"]["query"].removeprefix("label_values(").partition(",")[0]
-    assert name in BY_NAME
+
+
+def test_the_variables_are_the_model_and_its_instances():
+    templating = json.loads(FILE.read_text())["templating"]["list"]
+    assert [v["name"] for v in templating] == ["datasource", "model_name", "instance"]
+    for variable in templating[1:]:
+        query = variable["query"]["query"]
+        name, label = re.fullmatch(r"label_values\(([\w:]+)(?:{.*})?, (\w+)\)", query).groups()
+        assert name in BY_NAME and label == variable["name"]
+    instance = templating[2]
+    # Several servers, all of them at first; a series without the label is no server's.
+    assert instance["multi"] and instance["includeAll"] and instance["allValue"] == ".*"
+    assert 'model_name="$model_name"' in instance["query"]["query"]
+    for panel in json.loads(FILE.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            asked = re.findall(r"sglang:\w+({[^}]*})?", target["expr"])
+            assert asked and all('instance=~"$instance"' in found for found in asked), panel[
+                "title"
+            ]
+
+
+def test_no_panel_tells_slots_from_memory_by_what_is_1_in_both_cases():
+    names = {s.name for query in queries() for s in selectors(query.expr)}
+    assert "sglang:full_token_usage" in names and "sglang:token_usage" not in names

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from dashboard import queries, selectors
+from dashboard import SCRAPED, alert_rules, queries, selectors
 from prometheus_client.parser import text_string_to_metric_families
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.cli.attest import said_by_ranks, started_by_ranks
@@ -154,16 +154,17 @@ def test_every_metric_is_exported_from_the_start(served):
     assert ("gate_cut_tokens_bucket", "131072.0") not in exported
 
 
-def test_the_dashboard_asks_sglang_for_what_it_exports(served):
+def test_dashboard_and_alerts_ask_sglang_for_what_it_exports(served):
     exported = {}
     for family in text_string_to_metric_families(served.client.metrics()):
         for sample in family.samples:
             exported[sample.name] = exported.get(sample.name, set()) | set(sample.labels)
-    asked = {s for query in queries() for s in ((s.name, s.labels) for s in selectors(query.expr))}
+    exprs = [query.expr for query in queries()] + [rule["expr"] for rule in alert_rules()]
+    asked = {(s.name, s.labels) for expr in exprs for s in selectors(expr)}
     assert any(not name.startswith(PREFIX) for name, _ in asked)
     for name, labels in asked:
         if not name.startswith(f"{PREFIX}hisparse"):
-            assert labels - {"dp_rank"} <= exported[name], name
+            assert labels - {"dp_rank"} - SCRAPED <= exported[name], name
 
 
 @pytest.mark.timeout(900)
