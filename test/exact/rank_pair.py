@@ -1,4 +1,4 @@
-"""Two ranks of one server, each the real engine in a process of its own, that take the same calls in step."""
+"""Ranks of one server, two unless asked for more: real engines in processes of their own, called in step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from sglang_unified_kv.reference import harness  # noqa: F401  (before SGLang, f
 
 RANKS = 2
 ANSWER_S = 400.0
-"""A rank that waits this long waits for a collective that the other never joins."""
+"""A rank that waits this long waits for a collective that another never joins."""
+FAILURE_S = 10.0
+"""How long the others may take to say that they failed too, which may be why the first did."""
 
 OPTIONS = dict(
     hicache=True,
@@ -28,8 +30,8 @@ OPTIONS = dict(
 )
 
 
-class Pair:
-    """``pair(function, *arguments)`` calls ``function(rank, *arguments)`` on both and returns both results.
+class Ranks:
+    """``ranks(function, *arguments)`` calls ``function(rank, port, *arguments)`` on all, returns all results.
 
     Raises:
         AssertionError: a rank raised, or did not answer.
@@ -39,26 +41,33 @@ class Pair:
         self._pipes, self._processes = pipes, processes
 
     def __call__(self, function: Callable, *arguments: Any) -> list[Any]:
-        port = _free_port()
-        for pipe in self._pipes:
-            pipe.send((function, port, arguments))
+        self.start(function, *arguments)
         answers: dict[int, Any] = {}
+        failed: list[str] = []
         while len(answers) < len(self._pipes):
-            # Whichever comes first: a rank that failed leaves the other in a collective.
+            # Whichever comes first: a rank that failed leaves the others in a collective.
             waiting = [p for rank, p in enumerate(self._pipes) if rank not in answers]
-            ready = wait(waiting, ANSWER_S)
+            ready = wait(waiting, FAILURE_S if failed else ANSWER_S)
             if not ready:
-                self.kill()
-                raise AssertionError(f"{function.__name__}: no rank answers, {answers.keys()} did")
+                break
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 # A GPU's tensors: the ranks are compared with each other here.
                 answer = io.BytesIO(pipe.recv_bytes())
                 ok, answers[rank] = torch.load(answer, map_location="cpu", weights_only=False)
                 if not ok:
-                    self.kill()
-                    raise AssertionError(f"rank {rank}: {function.__name__}:\n{answers[rank]}")
+                    failed.append(f"rank {rank}: {function.__name__}:\n{answers[rank]}")
+        if len(answers) < len(self._pipes) or failed:
+            self.kill()
+            # The last one to answer lost its connection, as a rule; the first may have as well.
+            raise AssertionError("\n".join(failed) or f"only ranks {list(answers)} answered")
         return [answers[rank] for rank in range(len(self._pipes))]
+
+    def start(self, function: Callable, *arguments: Any) -> None:
+        """Call it without waiting for an answer: the ranks are about to be killed."""
+        port = _free_port()
+        for pipe in self._pipes:
+            pipe.send((function, port, arguments))
 
     def kill(self) -> None:
         for process in self._processes:
@@ -67,26 +76,26 @@ class Pair:
 
 
 @contextlib.contextmanager
-def rank_pair() -> Iterator[Pair]:
-    """Both processes, started and idle."""
+def rank_pair(count: int = RANKS) -> Iterator[Ranks]:
+    """The processes, started and idle."""
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
-    for rank in range(RANKS):
+    for rank in range(count):
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
         process.start()
         pipes.append(ours)
         processes.append(process)
-    pair = Pair(pipes, processes)
+    ranks = Ranks(pipes, processes)
     try:
-        yield pair
+        yield ranks
     finally:
-        pair.kill()
+        ranks.kill()
 
 
 @contextlib.contextmanager
 def engine_of(rank: int, port: int, model: str, *, env: dict[str, str] | None = None, **options):
-    """This rank's engine; both ranks must enter and leave together."""
+    """This rank's engine; all ranks must enter and leave together."""
     from sglang_unified_kv.reference.harness import InProcessEngine
 
     kept = dict(os.environ)

@@ -312,7 +312,7 @@ class InProcessEngine:
         Raises:
             TimeoutError: not within ``timeout_s``.
         """
-        self._step_until(lambda: all(map(self.is_done, rids)), timeout_s, f"requests {rids}")
+        self.step_until(lambda: all(map(self.is_done, rids)), timeout_s, f"requests {rids}")
         return [self.output(rid) for rid in rids]
 
     def run(self, ids: Sequence[int], max_new_tokens: int = 8, **request: Any) -> Output:
@@ -340,7 +340,7 @@ class InProcessEngine:
             return self.scheduler.is_fully_idle() and not any(pending)
 
         self.step()
-        self._step_until(idle, timeout_s, "the engine to become idle")
+        self.step_until(idle, timeout_s, "the engine to become idle")
 
     def flush(self, attempts: int = 10) -> None:
         """Empty every cache tier but storage.
@@ -354,7 +354,12 @@ class InProcessEngine:
                 return
         raise RuntimeError(f"flush_cache refused {attempts} times: requests are still pending")
 
-    def _step_until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def step_until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Step until ``done()``, which is asked before every step, is true on every rank.
+
+        Raises:
+            TimeoutError: not within ``timeout_s``; ``what`` was waited for.
+        """
         deadline = time.monotonic() + timeout_s
         while not self._all_ranks(done()):
             if time.monotonic() > deadline:

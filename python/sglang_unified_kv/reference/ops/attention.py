@@ -50,7 +50,8 @@ def prefill(
 def _attend(q, attn_sink, scale: float, sources: Sequence[Source]) -> torch.Tensor:
     tokens, heads, _ = q.shape
     out = torch.empty_like(q)
-    bounds = [indptr[: tokens + 1].tolist() for _, _, indptr in sources]
+    sources = [(rows, indices, _with_padding(indptr, tokens)) for rows, indices, indptr in sources]
+    bounds = [indptr.tolist() for _, _, indptr in sources]
     sink = attn_sink[:heads].float()
     for start in range(0, tokens, _QUERIES_AT_ONCE):
         stop = min(start + _QUERIES_AT_ONCE, tokens)
@@ -64,6 +65,15 @@ def _attend(q, attn_sink, scale: float, sources: Sequence[Source]) -> torch.Tens
             q[start:stop], torch.cat(keys), torch.cat(visible, 1), sink, scale
         )
     return out
+
+
+def _with_padding(indptr: torch.Tensor, tokens: int) -> torch.Tensor:
+    """``indptr`` ``[tokens + 1]``; queries that it does not know attend to nothing, and get zeros.
+
+    SGLang makes the draft's streams before it pads the batch to the other ranks' size.
+    """
+    known = indptr[: tokens + 1]
+    return torch.cat([known, known[-1:].expand(tokens + 1 - len(known))])
 
 
 def _shared_rows(indices, counts, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

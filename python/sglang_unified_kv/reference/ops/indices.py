@@ -92,8 +92,10 @@ def prefill_indices(
     """Streams ``(prefix indices, indptr, extend indices, indptr)`` of a prefill chunk.
 
     Window positions before ``chunk_start`` are ring rows of the prefix, later ones rows of the
-    chunk's own keys, where ``cu_q`` is the request's first.
+    chunk's own keys, where ``cu_q`` is the request's first. ``positions`` may be longer: what pads a batch
+    to the other ranks' size gets no stream.
     """
+    positions = positions[: state_slot.shape[0]]
     position, chunk = positions.long()[:, None], chunk_start.long()[:, None]
     step = torch.arange(win, device=positions.device)
     oldest = (position - win + 1).clamp_min(0)
