@@ -284,9 +284,7 @@ def test_the_digest_is_of_what_was_verified():
 def test_real_ranks(model_path, tmp_path, flags, ranks):
     port = free_port()
     env = environment("exact", os.environ, storage=tmp_path / "storage")
-    # Two ranks on two cores; SGLang asks which cores, and looks for a GPU's NCCL otherwise.
-    env |= {"SGLANG_CPU_OMP_THREADS_BIND": "0|0", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
-    command = [*launch_command(model_path, port), *flags.split(), "--disable-custom-all-reduce"]
+    command = [*launch_command(model_path, port), *flags.split()]
     document = tmp_path / "out.json"
     with ServerProcess(command, env, tmp_path / "log") as process:
         url = f"http://127.0.0.1:{port}"

@@ -7,17 +7,10 @@ import signal
 import pytest
 from killed_engine import serve
 from oracle import bytes_of
+from rank_pair import PRELOAD
 from storage_folder import pages, records
 
 LENGTHS = (444, 700, 950, 1100)
-
-PRELOAD = [
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.models.deepseek_v4",
-    "sglang.srt.layers.attention.deepseek_v4_backend_hip_radix",
-    "sglang_unified_kv.reference.harness",
-]
-
 
 @pytest.fixture(scope="module")
 def processes():

@@ -23,7 +23,7 @@ def url(model_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server"]
-    command += ["--model-path", str(model_path), "--device", "cpu", "--disable-cuda-graph"]
+    command += ["--model-path", str(model_path), "--device", "cpu"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--page-size", "256"]
     command += ["--max-total-tokens", "8192", "--context-length", "4096"]
     command += ["--max-running-requests", "4", "--enable-cache-report", "--skip-server-warmup"]

@@ -11,6 +11,7 @@ from . import (  # noqa: F401, I001
     registry,
     storage_transfers,
     storage_clear,
+    storage_folder,
     weights,
     scheduler,
     speculation,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..config import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, DBG_CHECKSUM, HISPARSE
-from .machine import Machine, cores_of_ranks
+from .machine import Machine
 
 COMMON = (
     *("--attention-backend", "dsv4", "--page-size", "256"),
@@ -101,10 +101,9 @@ def _launch(machine: Machine, ranks: int, dp: int, *flags: str, env: dict[str, s
     parallel = ["--tp-size", str(ranks)] + (["--attn-dp-size", str(dp)] if dp > 1 else [])
     # SGLang divides it by the ranks of data parallelism.
     chunk = ["--chunked-prefill-size", str(CHUNK[machine.reference] * dp)]
-    bound = cores_of_ranks(ranks) if machine.reference else {}
     return Launch(
         flags=(*parallel, *COMMON, *flags, *chunk, *machine.flags),
-        env=machine.env | bound | env,
+        env=machine.env | env,
         ranks=ranks,
         dp=dp,
     )

@@ -141,12 +141,9 @@ REFERENCE = Machine(
         CHECKPOINT_HOST_GB: "0.1",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
-        # Ranks look for a GPU's NCCL otherwise.
-        "SGLANG_NCCL_SO_PATH": "/nonexistent",
     },
     flags=(
-        *("--device", "cpu", "--disable-cuda-graph", "--disable-custom-all-reduce"),
-        *("--enable-fp32-lm-head", "--random-seed", "1", "--skip-server-warmup"),
+        *("--device", "cpu", "--enable-fp32-lm-head", "--random-seed", "1", "--skip-server-warmup"),
         *("--max-running-requests", "8", "--context-length", "8192"),
         *("--max-total-tokens", "24576"),
     ),
@@ -176,15 +173,6 @@ REFERENCE = Machine(
     program_s=900.0,
     reference=True,
 )
-
-
-def cores_of_ranks(ranks: int) -> dict[str, str]:
-    """The reference engine asks which core each of several ranks gets."""
-    if ranks == 1:
-        return {}
-    cores = sorted(os.sched_getaffinity(0))
-    bound = (str(cores[rank % len(cores)]) for rank in range(ranks))
-    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(bound)}
 
 
 def default_model(machine: Machine) -> str | None:

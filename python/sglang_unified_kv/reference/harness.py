@@ -13,6 +13,7 @@ module must then be imported before SGLang.
 
 from __future__ import annotations
 
+import argparse
 import array
 import atexit
 import gc
@@ -72,7 +73,8 @@ DEFAULTS = {
     "device": _device(),
     "page_size": 256,
     "skip_tokenizer_init": True,
-    "disable_cuda_graph": True,
+    # On the CPU there are none.
+    "disable_cuda_graph": _device() == "cuda",
     "disable_overlap_schedule": True,
     "max_running_requests": 4,
     # Without it the pool takes most of the machine's memory.
@@ -121,7 +123,8 @@ class InProcessEngine:
         rank: of ``tp_size``. Each rank is an engine in a process of its own, and all take the same
             calls in the same order.
         nccl_port: where the ranks meet.
-        server_args: fields of SGLang's ``ServerArgs`` over :data:`DEFAULTS`.
+        flags: what follows ``python -m sglang.launch_server``, in place of the defaults of this module.
+        server_args: fields of SGLang's ``ServerArgs`` over :data:`DEFAULTS`, or over ``flags``.
 
     Raises:
         RuntimeError: the reference engine is switched off, or another engine is alive.
@@ -134,6 +137,7 @@ class InProcessEngine:
         self,
         model_path: str | Path,
         *,
+        flags: Sequence[str] | None = None,
         hicache: bool = False,
         rank: int = 0,
         nccl_port: int | None = None,
@@ -150,8 +154,9 @@ class InProcessEngine:
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        options = {**DEFAULTS, **(HICACHE if hicache else {}), **server_args}
-        self.server_args = ServerArgs(model_path=str(model_path), **options)
+        defaults = DEFAULTS if flags is None else _fields_of(flags)
+        options = {**defaults, **(HICACHE if hicache else {}), **server_args}
+        self.server_args = ServerArgs(**options | {"model_path": str(model_path)})
         self.server_args.resolve_once()
         self.server_args.check_server_args()
         ranks = SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank)
@@ -491,6 +496,16 @@ class InProcessEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _fields_of(flags: Sequence[str]) -> dict[str, Any]:
+    """Every field of ``ServerArgs`` as SGLang's own parser reads ``flags``."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(prog="sglang.launch_server")
+    ServerArgs.add_cli_args(parser)
+    given = vars(parser.parse_args(list(flags)))
+    return {name: given[name] for name in ServerArgs.__dataclass_fields__ if name in given}
 
 
 def _tensors(buffers: Any) -> list[Any]:

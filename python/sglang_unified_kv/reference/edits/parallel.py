@@ -56,6 +56,17 @@ def device_of_the_engine(original, local_rank):
     return original(local_rank)
 
 
+@SERIES.replace(
+    "sglang.srt.distributed.device_communicators.pynccl:PyNcclCommunicator.__init__",
+    feature=FEATURE,
+    why="it loads the NCCL that torch brings, which then finds no GPU, or one for all ranks",
+    params="self, group, device, library_path, is_symmetric_memory_enabled, cta_policy",
+    fingerprint="4fa0c6af9b5be125",
+)
+def without_nccl(self, group, device, *args, **kwargs) -> None:
+    self.available, self.disabled = False, True
+
+
 def _on_cpu(method: str):
     """A collective that calls ``method`` of the group that is its last argument."""
 
