@@ -475,10 +475,12 @@ class InProcessEngine:
             _cuda_host_unregister(buffer)
 
     def _release_process_state(self) -> None:
-        """Process groups, parallel state and sockets, which outlive the scheduler object."""
+        """Process groups, parallel state, sockets and metrics, which outlive the scheduler object."""
         from sglang.srt.distributed import parallel_state
         from sglang.srt.runtime_context import get_resources
 
+        if self.server_args.enable_metrics:
+            _forget_metrics()
         for context in self._sockets:
             # Left to the garbage collector, it would wait for messages that nobody reads.
             context.destroy(linger=0)
@@ -500,12 +502,22 @@ class InProcessEngine:
 
 def _fields_of(flags: Sequence[str]) -> dict[str, Any]:
     """Every field of ``ServerArgs`` as SGLang's own parser reads ``flags``."""
+    from sglang.srt.arg_groups.arg_utils import field_names
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser(prog="sglang.launch_server")
     ServerArgs.add_cli_args(parser)
     given = vars(parser.parse_args(list(flags)))
-    return {name: given[name] for name in ServerArgs.__dataclass_fields__ if name in given}
+    return {name: given[name] for name in field_names(ServerArgs) if name in given}
+
+
+def _forget_metrics() -> None:
+    """Unregister SGLang's metrics: the next engine has others of the same names."""
+    from prometheus_client import REGISTRY
+
+    for collector, names in list(REGISTRY._collector_to_names.items()):
+        if any(name.startswith("sglang:") for name in names):
+            REGISTRY.unregister(collector)
 
 
 def _tensors(buffers: Any) -> list[Any]:
