@@ -12,6 +12,7 @@ from storage_folder import pages, records
 
 LENGTHS = (444, 700, 950, 1100)
 
+
 @pytest.fixture(scope="module")
 def processes():
     """Forks of a process that has SGLang imported."""

@@ -84,18 +84,19 @@ def phases(steps):
 
 
 @pytest.mark.parametrize(
-    "env, overlap",
+    "env, overlap, drafts",
     [
-        pytest.param(TOGETHER, True, id="prefill beside decode"),
-        pytest.param({}, True, id="as launched", marks=pytest.mark.slow),
-        pytest.param(TOGETHER, False, id="no overlap", marks=pytest.mark.slow),
+        pytest.param(TOGETHER, True, True, id="prefill beside decode"),
+        pytest.param({}, True, True, id="as launched", marks=pytest.mark.slow),
+        pytest.param(TOGETHER, False, True, id="no overlap", marks=pytest.mark.slow),
+        pytest.param({}, True, False, id="no drafts", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_under_unequal_load_answer_as_cold(next_n_path, tmp_path, env, overlap):
-    steps = run(next_n_path, tmp_path, FEW, options_of(2, overlap), env)
-    print(sorted(steps))
+def test_two_ranks_under_unequal_load_answer_as_cold(next_n_path, tmp_path, env, overlap, drafts):
+    steps = run(next_n_path, tmp_path, FEW, options_of(2, overlap, drafts), env)
     assert {("decode", "idle"), ("extend", "idle")} <= phases(steps)
-    assert (("decode", "extend") in phases(steps)) == bool(env)
+    # Without drafts SGLang lets them meet.
+    assert (("decode", "extend") in phases(steps)) == (bool(env) or not drafts)
     assert any(a.startswith("decode") and b.startswith("decode") and a != b for a, b in steps)
 
 
@@ -103,5 +104,6 @@ def test_two_ranks_under_unequal_load_answer_as_cold(next_n_path, tmp_path, env,
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("env", [TOGETHER, {}], ids=["prefill beside decode", "as launched"])
 def test_eight_ranks_under_unequal_load_answer_as_cold(next_n_path, tmp_path, env):
+    """On 16 cores; on two it takes more than an hour."""
     steps = run(next_n_path, tmp_path, many(8, 64), options_of(8, True), env)
     assert any(len(set(step)) > 2 for step in steps)

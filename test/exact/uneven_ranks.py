@@ -43,15 +43,15 @@ class Answer(NamedTuple):
         return self[:2]
 
 
-def options_of(ranks: int, overlap: bool) -> dict:
-    """Of ``ranks`` ranks with requests of their own, under EAGLE 3-1-4."""
+def options_of(ranks: int, overlap: bool, drafts: bool = True) -> dict:
+    """Of ``ranks`` ranks with requests of their own, with ``drafts`` under EAGLE 3-1-4."""
     return dict(
         tp_size=ranks,
         dp_size=ranks,
         enable_dp_attention=True,
         disable_overlap_schedule=not overlap,
         **STORAGE,
-        **EAGLE,
+        **(EAGLE if drafts else {}),
     )
 
 

@@ -38,6 +38,12 @@ def test_the_page_has_three_servers():
         assert not re.search(r"cuda-graph|all-reduce|THREADS_BIND=|NCCL", text)
 
 
+def test_the_ranks_are_launched_as_one_is_with_drafts_and_storage():
+    eagle, storage, ranks = (set(flags_of(server)) for server in SERVERS)
+    assert ranks - eagle - storage == {"--tp-size", "--attn-dp-size", "2", "1024", "8"}
+    assert not (eagle | storage) - ranks - {"512"}
+
+
 @pytest.mark.parametrize("server", [0, 1], ids=["EAGLE", "storage"])
 def test_engines_from_the_flags_of_the_page(next_n_path, monkeypatch, tmp_path, server):
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "new" / "storage"))

@@ -236,6 +236,51 @@ def test_attention_order_split_and_company_do_not_show():
         assert torch.equal(attend(picked[t : t + 1], queries[t : t + 1])[0], together[t])
 
 
+def test_queries_without_a_stream_get_zeros_and_change_nothing():
+    """The draft's streams are made before SGLang pads its batch to the other ranks' size."""
+    q, rows, sink = torch.randn(70, 2, 64), torch.randn(9, 64), torch.zeros(2)
+    known = 3
+    indices = torch.tensor([0, 1, 4, 2, 8], dtype=torch.int32)
+    indptr = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    alone = attention.decode(
+        q=q[:known],
+        unified_kv=rows,
+        kv_indices=indices,
+        kv_indptr=indptr,
+        attn_sink=sink,
+        softmax_scale=0.1,
+    )
+    padded = attention.decode(
+        q=q,
+        unified_kv=rows,
+        kv_indices=indices,
+        kv_indptr=indptr,
+        attn_sink=sink,
+        softmax_scale=0.1,
+    )
+    assert torch.equal(padded[:known], alone) and alone[[0, 2]].abs().min() > 0
+    assert not padded[known:].any() and not alone[1].any()
+
+
+def test_positions_that_pad_a_chunk_get_no_stream():
+    def streams(positions):
+        return indices.prefill_indices(
+            compress_ratio=0,
+            state_slot=torch.tensor([2, 2]),
+            positions=torch.tensor(positions),
+            chunk_start=torch.tensor([5, 5]),
+            cu_q=torch.tensor([0, 0]),
+            win=4,
+            ring_stride=4,
+            swa_pages=12,
+            c128_page_indices=None,
+            c4_sparse_page_indices=None,
+        )
+
+    for ours, padded in zip(streams([5, 6]), streams([5, 6, 0, 0, 0]), strict=True):
+        assert torch.equal(ours, padded)
+
+
 def test_attention_sums_are_exact_where_large_values_cancel():
     """Float64 alone would keep a small weight to other bits before the cancellation than after it."""
     large, small = torch.zeros(64), torch.zeros(64)
