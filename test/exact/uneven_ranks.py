@@ -49,6 +49,9 @@ def options_of(ranks: int, overlap: bool, drafts: bool = True) -> dict:
         tp_size=ranks,
         dp_size=ranks,
         enable_dp_attention=True,
+        # SGLang divides both by the ranks.
+        chunked_prefill_size=256 * ranks,
+        max_running_requests=4 * ranks,
         disable_overlap_schedule=not overlap,
         **STORAGE,
         **(EAGLE if drafts else {}),
