@@ -31,9 +31,13 @@ for _name, _copy in {
     "transfer_kv_direct": host_copies.copy_layers,
     "transfer_kv_all_layer_direct_lf_pf": host_copies.layers_to_pages,
     "transfer_kv_per_layer_direct_pf_lf": host_copies.pages_to_layer,
+    "transfer_kv_all_layer_mla": host_copies.kernel_copy_layers,
+    "transfer_kv_per_layer_mla": host_copies.kernel_copy_layer,
+    "transfer_kv_all_layer_mla_lf_pf": host_copies.kernel_layers_to_pages,
+    "transfer_kv_per_layer_mla_pf_lf": host_copies.kernel_pages_to_layer,
 }.items():
     SERIES.member(
         f"{_POOLS}:{_name}",
         feature=FEATURE,
-        why="without sgl_kernel the module does not have the name that its direct copies call",
+        why="without sgl_kernel the module does not have the name that its copies call",
     )(_copy)

@@ -1,0 +1,98 @@
+"""The copies of HiCache's ``kernel`` io backend, by address, against plain indexing."""
+
+import pytest
+import torch
+from sglang_unified_kv.reference.ops import host_copies
+
+LAYERS, ROWS, ITEM = 3, 20, 24
+DEVICE_ROWS, HOST_ROWS = torch.tensor([3, 19, 7]), torch.tensor([0, 5, 2])
+
+
+@pytest.fixture
+def layers():
+    """A device's layers, of another shape and dtype than the host's rows of bytes."""
+    return [torch.randint(0, 99, (ROWS, ITEM // 8), dtype=torch.int64) for _ in range(LAYERS)]
+
+
+def table(tensors):
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.uint64)
+
+
+def as_rows(tensor):
+    return tensor.view(torch.uint8).view(-1, ITEM)
+
+
+def empty_layers():
+    return [torch.zeros(6, ITEM, dtype=torch.uint8) for _ in range(LAYERS)]
+
+
+def untouched(rows, copied):
+    return not rows[[i for i in range(len(rows)) if i not in copied.tolist()]].any()
+
+
+def test_layers_to_layers_and_back(layers):
+    host = empty_layers()
+    host_copies.kernel_copy_layers(table(layers), table(host), DEVICE_ROWS, HOST_ROWS, ITEM, LAYERS)
+    for device, rows in zip(layers, host, strict=True):
+        assert torch.equal(rows[HOST_ROWS], as_rows(device)[DEVICE_ROWS])
+        assert untouched(rows, HOST_ROWS)
+        back = torch.zeros_like(device)
+        host_copies.kernel_copy_layer(rows, back, HOST_ROWS, DEVICE_ROWS, ITEM)
+        assert torch.equal(back[DEVICE_ROWS], device[DEVICE_ROWS])
+        assert untouched(back, DEVICE_ROWS)
+
+
+def test_layers_to_pages_and_back(layers):
+    pages = torch.zeros(6, LAYERS, ITEM, dtype=torch.uint8)
+    page = LAYERS * ITEM
+    host_copies.kernel_layers_to_pages(
+        table(layers), pages, DEVICE_ROWS, HOST_ROWS, ITEM, page, LAYERS
+    )
+    assert untouched(pages, HOST_ROWS)
+    for layer, device in enumerate(layers):
+        assert torch.equal(pages[HOST_ROWS, layer], as_rows(device)[DEVICE_ROWS])
+        back = torch.zeros_like(device)
+        host_copies.kernel_pages_to_layer(pages, back, HOST_ROWS, DEVICE_ROWS, layer, ITEM, page)
+        assert torch.equal(back[DEVICE_ROWS], device[DEVICE_ROWS])
+        assert untouched(back, DEVICE_ROWS)
+
+
+def test_a_negative_index_on_either_side_is_skipped(layers):
+    (host, *_) = empty_layers()
+    host_copies.kernel_copy_layer(
+        layers[0], host, torch.tensor([-1, 3, 4]), torch.tensor([0, 1, -1]), ITEM
+    )
+    assert torch.equal(host[1], as_rows(layers[0])[3]) and untouched(host, torch.tensor([1]))
+    host_copies.kernel_copy_layer(layers[0], host, torch.tensor([-1]), torch.tensor([0]), ITEM)
+    assert untouched(host, torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "places", "item", "error", "says"),
+    [
+        ([1], [1], 20, ValueError, "rows of 20 bytes"),
+        ([1, 2], [1], ITEM, ValueError, "2 rows to 1 places"),
+    ],
+)
+def test_what_the_kernels_refuse(layers, rows, places, item, error, says):
+    with pytest.raises(error, match=says):
+        host_copies.kernel_copy_layer(
+            layers[0], empty_layers()[0], torch.tensor(rows), torch.tensor(places), item
+        )
+
+
+def test_other_index_types_and_layer_counts_are_refused(layers):
+    (host, *_) = empty_layers()
+    short = torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(TypeError, match="torch.int32"):
+        host_copies.kernel_copy_layer(layers[0], host, short, short, ITEM)
+    with pytest.raises(ValueError, match="a table of 3 layers: num_layers is 2"):
+        host_copies.kernel_copy_layers(
+            table(layers), table(layers), DEVICE_ROWS, HOST_ROWS, ITEM, 2
+        )
+
+
+def test_addresses_of_another_device_are_refused(layers):
+    elsewhere = torch.empty(4, ITEM, device="meta")
+    with pytest.raises(NotImplementedError, match="use direct on a GPU"):
+        host_copies.kernel_copy_layer(layers[0], elsewhere, HOST_ROWS, HOST_ROWS, ITEM)
