@@ -76,6 +76,7 @@ _OF_EXACT_REUSE = {
         "*clear_hicache_storage_wrapped",
         "*HiCacheFile.*",
         "*LRUFileEvictor.*",
+        "*DeepSeekV4PagedHostPool.*",
     ),
 }
 

@@ -37,6 +37,7 @@ def identity_of(cache: StrictUnifiedRadixCache, config: Any, weights: str) -> Id
         engine=sglang.__version__,
         layout=cache.checkpoints.mover.layout.fingerprint,
         ring_sizes=tuple(ring.size for ring in cache.checkpoints.rings),
+        # Not the host layout: a stored page has the same bytes in each (storage_transfers relies on it).
         pages=tuple(
             (str(entry.name), entry.host_pool.layer_num, entry.host_pool.item_bytes)
             for entry in cache.cache_controller.mem_pool_host.entries

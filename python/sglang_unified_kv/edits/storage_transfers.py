@@ -127,6 +127,8 @@ def fetch_of(operation):
 
 _CONTROLLER = "sglang.srt.managers.cache_controller:HiCacheController"
 _HYBRID = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller:HybridCacheController"
+_PAGES = "sglang.srt.mem_cache.memory_pool_host:DeepSeekV4PagedHostPool"
+_SAME_BYTES = "a page leaves host memory with its layers in order, whatever the host layout"
 for _target, _params, _fingerprint, _why in (
     (
         f"{_CONTROLLER}._page_transfer",
@@ -170,5 +172,13 @@ for _target, _params, _fingerprint, _why in (
         "891a3fd98111637d",
         "adds the record pool to the group and the backend",
     ),
+    (f"{_PAGES}.get_data_page", "self, index, flat", "fd505548fcf376a7", _SAME_BYTES),
+    (
+        f"{_PAGES}.set_from_flat_data_page",
+        "self, index, data_page",
+        "1153362ad94babbf",
+        _SAME_BYTES,
+    ),
+    (f"{_PAGES}.get_page_buffer_meta", "self, indices", "ecf63ce4ba4b2b39", _SAME_BYTES),
 ):
     SERIES.relies_on(_target, feature=_FEATURE, why=_why, params=_params, fingerprint=_fingerprint)
