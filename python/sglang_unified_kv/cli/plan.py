@@ -1,4 +1,4 @@
-"""``sglang-unified-kv plan``: what fits on a machine, from SGLang's own sizes."""
+"""``sglang-unified-kv plan``: what fits on a machine, from SGLang's own sizes, and the launch line for it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,57 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from ..config import BIT_EXACT_HICACHE, CHECKPOINT_HOST_GB, HISPARSE, RING_FIXES, load_settings
+from .. import engage
+from ..config import (
+    BIT_EXACT_HICACHE,
+    BIT_EXACT_RADIX,
+    CHECKPOINT_HOST_GB,
+    HISPARSE,
+    RING_FIXES,
+    Settings,
+    load_settings,
+)
 from ..ring.capacity import (
     GB,
     Machine,
     Sizes,
-    best_split,
     checkpoints,
+    device_refusals,
     first_limits,
+    host_refusals,
     prompts,
     warnings,
 )
-from .extra import require_extra
+from ..ring.choice import Choice, Given, choose
+from ..ring.conversation import Conversation
+from .plan_line import line_of
+from .plan_picture import draw
+from .plan_table import show
+from .stand_in import write_config as write_stand_in
 
 PRODUCT_SWITCHES = (BIT_EXACT_HICACHE, RING_FIXES, HISPARSE)
 
 
+def _write_config(folder: Path | None) -> None:
+    if folder is None:
+        return
+    try:
+        write_stand_in(folder)
+    except OSError as error:
+        raise typer.BadParameter(f"{error}; name a folder without a config.json") from error
+    typer.echo(f"{folder}/config.json: a stand-in for DeepSeek-V4-Pro's, for plan alone")
+    raise typer.Exit
+
+
 def plan(
     launch_flags: Annotated[
-        list[str], typer.Argument(metavar="-- LAUNCH FLAGS", help="As for sglang.launch_server.")
+        list[str],
+        typer.Argument(
+            metavar="-- LAUNCH FLAGS",
+            help="As for sglang.launch_server. --hicache-ratio and --max-running-requests are chosen where "
+            "they are not given.",
+        ),
     ],
     hbm_gb: Annotated[
         float, typer.Option(min=1, help="Memory of one GPU, 1e9 bytes: 288 GiB are 309.")
@@ -46,61 +75,128 @@ def plan(
         ),
     ],
     host_gb: Annotated[
-        float, typer.Option(min=1, help="Host memory free for one rank's caches, 1e9 bytes.")
+        float,
+        typer.Option(
+            min=1,
+            help="Memory of one whole host that is free when the caches are built, 1e9 bytes. SGLang leaves "
+            "10.74 of it alone and gives each rank an equal share of the rest.",
+        ),
     ],
+    ranks_per_host: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ranks on one host, each with host pools of its own. Default: tensor x pipeline x data "
+            "parallel size over --nnodes, from the launch flags.",
+        ),
+    ] = None,
     prompt_tokens: Annotated[
         int, typer.Option(min=257, help="Length of the prompts to be counted.")
     ] = 50_000,
     new_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens that each of them generates.")
     ] = 1_000,
+    turns: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Turns of a conversation, each of which sends again all that was said. Counted at its end.",
+        ),
+    ] = 1,
+    turn_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that each later turn adds to what was said.")
+    ] = 1_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Write a picture of capacity over slots and stride here.")
     ] = None,
+    write_config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=_write_config,
+            is_eager=True,
+            metavar="DIR",
+            help="Write a stand-in for DeepSeek-V4-Pro's config.json into this folder and exit.",
+        ),
+    ] = None,
 ) -> None:
-    """Print what a rank of DeepSeek-V4 on unified KV holds, and what runs out first.
+    """Print what a rank of DeepSeek-V4 on unified KV holds, what runs out first, and the launch line.
 
     Bytes and capacities come from the functions that size the real pools. The switches for exact reuse, ring
     accounting and HiSparse count as on unless the environment sets them to 0; our other variables count as
     they are set. Needs SGLang and the model's config.json, no GPU.
+
+    Exit code 0: the launch line is printed last. 1: SGLang would refuse what was given, or no such request
+    fits; each reason is printed after "no:". 2: it could not be planned.
     """
     from .doctor import _UPSTREAM_ERRORS
 
+    environ = dict(os.environ)
+    flags = list(launch_flags)
+    talk = Conversation(prompt_tokens, new_tokens, turns, turn_tokens)
     try:
-        planner, settings, args = _planner(list(launch_flags))
+        planner, settings, args = _planner(flags)
         fraction = args.mem_fraction_static
         if fraction is None:
             raise typer.BadParameter(
                 "--mem-fraction-static is not given, and SGLang derives it from a GPU that is not here: give "
                 "it, as the server's log has it or, say, 0.85"
             )
-        machine = Machine(hbm_gb, weights_gb, host_gb)
+        machine = Machine(hbm_gb, weights_gb, host_gb, ranks_per_host or planner.ranks_per_host)
         available = machine.available(fraction)
         if available <= 0:
             raise typer.BadParameter(
                 f"--weights-gb {weights_gb} leaves nothing of {hbm_gb} GB x --mem-fraction-static {fraction}"
             )
-        sizes = planner.sizes(available, machine, settings, most=args.max_total_tokens)
+
+        def sizes_of(*, running=None, ratio=None, budget=None) -> Sizes:
+            told = settings if budget is None else _with_budget(settings, budget)
+            return planner.sizes(available, machine, told, running, args.max_total_tokens, ratio)
+
+        # Not as resolved, where every one of them has a value.
+        given = Given(
+            hicache=args.enable_hierarchical_cache and not args.enable_hisparse,
+            ratio=args.hicache_ratio,
+            budget=settings.checkpoint_host_gb,
+            running=args.max_running_requests,
+        )
+        choice = choose(sizes_of, machine, talk, given)
         if plot is not None:
-            _plot(plot, planner, machine, settings, available, args.max_total_tokens)
+            draw(
+                plot,
+                lambda n: sizes_of(running=n, ratio=choice.ratio, budget=choice.budget),
+                machine,
+                choice.sizes.slots - 1,
+            )
     except _UPSTREAM_ERRORS as error:
         raise typer.BadParameter(f"SGLang rejects this: {error}") from error
-    report = _report(sizes, machine, available, prompt_tokens, new_tokens)
-    given = {flag.partition("=")[0] for flag in launch_flags}
-    if sizes.staging and "--chunked-prefill-size" not in given:
+    ranks = planner.runner.attn_dp_size
+    report = _report(choice, given, machine, available, talk, ranks)
+    report["warnings"] += _not_engaged(settings, args, choice.sizes)
+    if choice.sizes.staging and args.chunked_prefill_size is None:
         report["warnings"].append(
             "--chunked-prefill-size is not given, and SGLang chooses it by the GPU: give your server's, for "
             "checkpoint staging depends on it"
         )
+    line = None
+    if not report["refusals"]:
+        line = line_of(
+            environ,
+            _switches(settings, choice.sizes, given),
+            flags,
+            _variables(choice),
+            _chosen_flags(choice, given, ranks),
+        )
+    report["launch"] = asdict(line) if line else None
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        _print(report)
+        show(report, line)
+    raise typer.Exit(1 if report["refusals"] else 0)
 
 
 def _planner(flags: list[str]):
-    """SGLang's sizer for these flags, in the state of a rank on ROCm."""
+    """SGLang's sizer for these flags, in the state of a rank on ROCm; with the settings, and the flags."""
     os.environ["SGLANG_UNIFIED_KV_REFERENCE_ENGINE"] = "1"
     for switch in PRODUCT_SWITCHES:
         if not os.environ.get(switch):
@@ -113,11 +209,11 @@ def _planner(flags: list[str]):
 
     load_plugins()
     from sglang.srt.arg_groups.hisparse_hook import validate_hisparse
+    from sglang.srt.arg_groups.validation_hook import check_server_args
     from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import is_gfx95_supported
 
-    from .. import engage
     from ..edits.planning import Planner
     from ..edits.server_args import facts_of
 
@@ -136,141 +232,116 @@ def _planner(flags: list[str]):
         )
     validate_hisparse(args)
     engage.engage(settings, facts_of(args))
+    check_server_args(args)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     return Planner(args), settings, args
 
 
+def _with_budget(settings: Settings, budget: float) -> Settings:
+    return settings.model_copy(update={"checkpoint_host_gb": budget})
+
+
 def _report(
-    sizes: Sizes, machine: Machine, available: int, length: int, new: int
+    choice: Choice,
+    given: Given,
+    machine: Machine,
+    available: int,
+    talk: Conversation,
+    ranks: int,
 ) -> dict[str, Any]:
-    held = prompts(sizes, length, new)
+    sizes = choice.sizes
+    held = prompts(sizes, talk)
     running, cached = first_limits(held)
-    found, split = asdict(sizes), best_split(sizes, machine, length, new)
+    found = asdict(sizes)
     if sizes.hisparse:
-        found["hisparse"] |= sizes.hisparse.figures(length)
+        found["hisparse"] |= sizes.hisparse.figures(talk.last)
+    refusals = device_refusals(sizes, talk)
+    if choice.without_host(given):
+        refusals.append(_no_division(machine, given, sizes, talk))
+    else:
+        refusals += host_refusals(sizes, machine)
     return found | {
-        "machine": asdict(machine),
+        "machine": asdict(machine) | {"host_bytes": machine.host_bytes},
         "available": available,
         "host_bytes": sizes.host_bytes,
-        "prompt_tokens": length,
-        "new_tokens": new,
-        "checkpoints_per_request": checkpoints(sizes, length, new),
+        "prompt_tokens": talk.prompt,
+        "new_tokens": talk.new,
+        "conversation": asdict(talk)
+        | {
+            "name": str(talk),
+            "last": talk.last,
+            "pages": talk.pages(sizes.pairs),
+            "checkpoints": checkpoints(sizes, talk),
+        },
         "prompts": held,
         "limits_running": running,
         "limits_cached": cached,
-        "best_split": asdict(split) if split else None,
-        "warnings": warnings(sizes, machine, available, length, new),
+        "running": {"rank": choice.fitting, "server": choice.fitting * ranks},
+        "best_split": asdict(choice.split) if choice.split else None,
+        "notes": _notes(choice, given, machine, talk, ranks),
+        "warnings": warnings(sizes, machine, available, talk),
+        "refusals": refusals,
     }
 
 
-def _print(report: dict[str, Any]) -> None:
-    table = Table(title="One rank", show_header=False)
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    ring, scaled = report["tokens"], report["tokens_scaled"]
-    first, end = report["layers"]
-    request = f"{report['prompt_tokens']:,} + {report['new_tokens']:,} tokens"
-    in_a_slot = "rings, states, tables" if report["hisparse"] else "rings, states"
-    rows = [
-        ("layers", f"{first} to {end - 1}"),
-        ("KV memory of the device", f"{report['available'] / GB:.2f} GB"),
-        ("a cached token", f"{report['per_token']:.1f} bytes"),
-        (f"a request slot ({in_a_slot})", f"{report['per_slot'] / 1e6:.2f} MB"),
-        (
-            f"{report['slots']} request slots",
-            f"{report['fixed'] / GB:.2f} GB",
-        ),
-        ("checkpoint staging", f"{report['staging'] / GB:.2f} GB"),
-        ("pools of cached tokens", f"{report['pools'] / GB:.2f} GB"),
-        ("full tokens, window sized by tokens", f"{scaled:,}"),
-        ("full tokens, window sized by slots", f"{ring:,} ({ring / max(scaled, 1) - 1:+.1%})"),
-        *(
-            _hisparse_rows(report)
-            if report["hisparse"]
-            else [
-                ("a checkpoint", f"{report['per_checkpoint'] / 1e6:.3f} MB"),
-                (
-                    f"checkpoints of {request} ({report['policy']})",
-                    f"{report['checkpoints_per_request']}, "
-                    f"{report['checkpoints_per_request'] * report['per_checkpoint'] / 1e6:,.1f} MB",
-                ),
-            ]
-        ),
-        *(
-            (f"host memory: {name}", f"{size / GB:.2f} GB")
-            for name, size in report["host_bytes"].items()
-        ),
-        ("host memory in all", f"{sum(report['host_bytes'].values()) / GB:.2f} GB"),
-        *((f"{request}: {name}", f"{count:,}") for name, count in report["prompts"].items()),
-        ("running requests are limited by", report["limits_running"]),
-        ("cached prompts are limited by", report["limits_cached"] or "-"),
-    ]
-    for row in rows:
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(table)
-    if best := report["best_split"]:
-        console.print(
-            f"{report['machine']['host_gb']:g} GB of host memory hold {best['prompts']:,} such prompts at "
-            f"most: --hicache-ratio {best['hicache_ratio']:g}, "
-            f"{CHECKPOINT_HOST_GB}={best['checkpoint_host_gb']:g}"
-        )
-    for line in report["warnings"]:
-        console.print(f"[yellow]warning:[/yellow] {line}")
-
-
-def _hisparse_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    found = report["hisparse"]
-    prompt = f"prompts of {report['prompt_tokens']:,} tokens"
-    return [
-        ("HiSparse: host_to_device_ratio", f"{found['ratio']}"),
-        ("HiSparse: tables of the request slots", f"{found['tables'] / GB:.2f} GB"),
-        ("HiSparse: device C4 rows of a layer", f"{found['rows']:,}"),
-        ("HiSparse: a hot buffer", f"{found['hot_buffer_rows']:,} rows"),
-        ("HiSparse: longest sequence", f"{found['longest_sequence']:,} tokens"),
-        (f"HiSparse: hot buffers, {prompt}", f"{found['hot_buffers']:,}"),
-        (f"HiSparse: computed at once, {prompt}", f"{found['prefills']:,}"),
-    ]
-
-
-def _plot(path: Path, planner, machine: Machine, settings, available: int, most) -> None:
-    require_extra(Console(stderr=True), "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    asked = planner.stages[0].requested_max_running_requests_per_worker or 256
-    counts = sorted({max(asked * step // 8, 1) for step in range(1, 17)})
-    found = [
-        planner.sizes(available, machine, settings, running=count, most=most) for count in counts
-    ]
-    left.plot(counts, [s.tokens / 1e6 for s in found], label="window sized by slots")
-    left.plot(counts, [s.tokens_scaled / 1e6 for s in found], label="window sized by tokens")
-    left.axvline(asked, color="grey", linewidth=0.8)
-    left.set(
-        xlabel="max running requests of a rank", ylabel="full tokens, millions", ylim=(0, None)
+def _no_division(machine: Machine, given: Given, sizes: Sizes, talk: Conversation) -> str:
+    beside = ""
+    if sizes.exact:
+        beside = " with its checkpoints"
+    if given.budget is not None:
+        beside = f" beside {CHECKPOINT_HOST_GB}={given.budget:g}"
+    return (
+        f"--hicache-ratio is not given, and none holds one conversation of {talk}{beside} in the rank's "
+        f"{machine.host_bytes / GB:.1f} GB of host memory; plan for a shorter one or for more --host-gb"
     )
-    left.legend()
-    if found[0].hisparse:
-        cold = [s.hisparse.cold_bytes / GB for s in found]
-        right.plot(counts, cold, label="cold C4 rows")
-        right.set(xlabel="max running requests of a rank", ylim=(0, None))
+
+
+def _notes(
+    choice: Choice, given: Given, machine: Machine, talk: Conversation, ranks: int
+) -> list[str]:
+    """What was chosen, and what would be better than what was given."""
+    rank, server = choice.fitting, choice.fitting * ranks
+    fit = f"--max-running-requests: {rank:,} of {talk} fit on a rank at once, {server:,} on the server"
+    if given.running is None:
+        found = [f"{fit}; chosen, because none is given"]
     else:
-        _plot_strides(right, planner.sizes(available, machine, settings, running=asked, most=most))
-    right.axhline(machine.host_gb, color="red", linewidth=0.8, label="host memory")
-    right.set(ylabel="host memory, GB")
-    right.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        found = [f"{fit}; given is {given.running:,}"]
+    if split := choice.split:
+        budget = f", {CHECKPOINT_HOST_GB}={split.checkpoint_host_gb:g}" if choice.budget else ""
+        best = (
+            f"--hicache-ratio {split.hicache_ratio:g}{budget}: the division of the rank's "
+            f"{machine.host_bytes / GB:.1f} GB that holds the most, {split.prompts:,} of {talk}"
+        )
+        found.append(best + ("; chosen, because none is given" if given.ratio is None else ""))
+    return found
 
 
-def _plot_strides(axes, sizes: Sizes) -> None:
-    """Host memory of the checkpoints over their stride, beside HiCache's pages."""
-    strides = (1, 2, 4, 8, 16)
-    needed = [sizes.host_pages // stride * sizes.per_checkpoint / GB for stride in strides]
-    pages = sum(sizes.host_page.values()) * sizes.host_pages / GB
-    axes.bar([str(s) for s in strides], needed, label="a checkpoint at every boundary")
-    axes.axhline(pages, color="grey", linewidth=0.8, label="HiCache's pages")
-    axes.set(xlabel="stride, pages")
+def _not_engaged(settings: Settings, args, sizes: Sizes) -> list[str]:
+    """Exact reuse is on, could do something, and does not."""
+    if sizes.exact or not (settings.bit_exact_hicache and args.enable_hierarchical_cache):
+        return []
+    from ..edits.server_args import facts_of
+
+    missing = engage.missing_conditions(settings, facts_of(args))
+    return [f"{BIT_EXACT_HICACHE}=1 would have no effect. Missing: {'; '.join(missing)}"]
+
+
+def _switches(settings: Settings, sizes: Sizes, given: Given) -> list[str]:
+    """Ours that take effect."""
+    if sizes.hisparse:
+        return [HISPARSE]
+    exact = [BIT_EXACT_HICACHE if given.hicache else BIT_EXACT_RADIX] if sizes.exact else []
+    return exact + ([RING_FIXES] if settings.ring_fixes else [])
+
+
+def _variables(choice: Choice) -> dict[str, str]:
+    return {} if choice.budget is None else {CHECKPOINT_HOST_GB: f"{choice.budget:g}"}
+
+
+def _chosen_flags(choice: Choice, given: Given, ranks: int) -> list[str]:
+    found = []
+    if choice.ratio is not None and given.ratio is None:
+        found += ["--hicache-ratio", f"{choice.ratio:g}"]
+    if choice.running is not None:
+        found += ["--max-running-requests", str(choice.running * ranks)]
+    return found

@@ -10,7 +10,7 @@ from ..checkpoint.record_format import HEADER_BYTES
 from ..config import Settings
 from ..hisparse.capacity import HiSparseSizes, cold_pages
 from ..hisparse.rows import region_rows
-from ..ring.capacity import GB, Machine, Sizes
+from ..ring.capacity import Machine, Sizes
 from .build import budgeted_records, default_records, policy_name, stride_of
 from .hisparse_args import hisparse_on
 from .hisparse_sizing import hot_buffer, table_bytes
@@ -25,6 +25,8 @@ class Planner:
 
     Attributes:
         stages: a sizer for each pipeline stage; one without pipeline parallelism.
+        ranks_per_host: schedulers on one host, each with host pools of its own: every tensor-parallel rank
+            of every pipeline stage of every data-parallel replica.
 
     Raises:
         ValueError: the model is no DeepSeek-V4 on unified KV.
@@ -38,6 +40,8 @@ class Planner:
 
         model = ModelConfig.from_server_args(server_args)
         count = server_args.pp_size
+        everywhere = server_args.dp_size * server_args.tp_size * count
+        self.ranks_per_host = max(everywhere // server_args.nnodes, 1)
         self.layers = [
             get_pp_indices(model.num_hidden_layers, stage, count) for stage in range(count)
         ]
@@ -75,6 +79,7 @@ class Planner:
         settings: Settings,
         running: int | None = None,
         most: int | None = None,
+        ratio: float | None = None,
     ) -> Sizes:
         """What fits into ``available`` device bytes of each stage; the figures are the tightest stage's.
 
@@ -82,6 +87,7 @@ class Planner:
             available: device bytes for KV pools.
             running: requests of a rank instead of the flags'.
             most: full tokens that ``--max-total-tokens`` allows.
+            ratio: ``--hicache-ratio`` where the flags have none.
         """
         from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
@@ -92,16 +98,16 @@ class Planner:
             tokens = _capped(sizer, most)
         running = self._running(tokens, running)
         scaled = self.tokens_scaled(sizer, available, running)
-        pages = self._host_pages(tokens)
+        pages = self._host_pages(tokens, ratio)
         record = HEADER_BYTES + layout_of(sizer).record_bytes
         host_page = self.host_page_bytes(sizer)
-        free = int(machine.host_gb * GB) - pages * sum(host_page.values())
+        free = machine.host_bytes - pages * sum(host_page.values())
         wanted = default_records(settings, int(pages or tokens // sizer.page_size))
         exact = engage.current() is not None
         found = Sizes(
             layers=self.layers[tightest],
             per_token=sizer.bytes_per_full_token,
-            per_slot=(self.fixed(sizer, 2 * running) - self.fixed(sizer, running)) / running,
+            per_slot=(self.fixed(sizer, 2048) - self.fixed(sizer, 1024)) / 1024,
             per_checkpoint=record,
             staging=staging_bytes(sizer),
             fixed=self.fixed(sizer, running),
@@ -121,14 +127,18 @@ class Planner:
             hisparse=self._hisparse(sizer, tokens, running) if hisparse_on() else None,
         )
         needed = sum(found.host_bytes.values())
-        return replace(found, host_shortfall=max(needed - int(machine.host_gb * GB), 0))
+        return replace(found, host_shortfall=max(needed - machine.host_bytes, 0))
 
     def _fitting(self, stage: int, available: int, running: int | None) -> int:
         """Full tokens of a stage, as SGLang's sizer counts them."""
         sizer = self.stages[stage]
+        asked = sizer.requested_max_running_requests_per_worker
         if running is not None:
             sizer.requested_max_running_requests_per_worker = running
-        return sizer.calculate_pool_sizes(available, sizer.page_size).max_total_num_tokens
+        try:
+            return sizer.calculate_pool_sizes(available, sizer.page_size).max_total_num_tokens
+        finally:
+            sizer.requested_max_running_requests_per_worker = asked
 
     def _running(self, tokens: int, running: int | None) -> int:
         """Requests that get a slot, once the tokens are known."""
@@ -138,16 +148,18 @@ class Planner:
             running = KVCacheConfigurator.resolve_max_num_reqs(self.runner, tokens)
         return min(running, tokens // 2)
 
-    def _host_pages(self, tokens: int) -> int:
+    def _host_pages(self, tokens: int, ratio: float | None) -> int:
         from sglang.srt.runtime_context import get_memory
 
         memory = get_memory()
-        if memory.enable_hierarchical_cache and memory.hicache_size > 0:
+        if not memory.enable_hierarchical_cache:
+            return 0
+        if memory.hicache_size > 0:
             # As its pools do when they are built.
             raise ValueError(
                 f"--hicache-size {memory.hicache_size}: not for DeepSeek-V4; use --hicache-ratio"
             )
-        ratio = memory.hicache_ratio if memory.enable_hierarchical_cache else 0
+        ratio = memory.hicache_ratio if ratio is None else ratio
         return int(tokens // self.stages[0].page_size * ratio)
 
     @staticmethod

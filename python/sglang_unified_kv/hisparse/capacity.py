@@ -75,33 +75,47 @@ class HiSparseSizes:
             "prefills": self.prefills(prompt_tokens),
         }
 
-    def warnings(self, requests: int, host_bytes: int) -> list[str]:
-        """What an operator should change, in plain words.
+    @property
+    def _lower(self) -> str:
+        return "host_to_device_ratio or device_buffer_size of --hisparse-config"
+
+    def refusals(self, host_bytes: int) -> list[str]:
+        """Why the start would be refused, and what to change.
 
         Args:
-            requests: that may run.
-            host_bytes: free on the host.
+            host_bytes: that the rank may pin.
         """
         found = []
         if self.cold_bytes > host_bytes:
             fitting = tokens_on_host(host_bytes, self.cold_page, self.buffer.page)
             found.append(
-                f"HiSparse keeps all C4 rows on the host, {self.cold_bytes / 1e9:.1f} GB of "
+                f"HiSparse keeps all C4 rows on the host, {self.cold_bytes / 1e9:.1f} GB of the rank's "
                 f"{host_bytes / 1e9:.1f} GB, and the start would be refused; set --max-total-tokens to at "
                 f"most {fitting}"
             )
-        lower = "host_to_device_ratio or device_buffer_size of --hisparse-config"
         if self.rows < self.buffer.padded:
             found.append(
                 f"the device holds {self.rows:,} C4 rows, one hot buffer is {self.buffer.padded:,}, and the "
-                f"start would be refused; lower {lower}"
+                f"start would be refused; lower {self._lower}"
             )
-        elif (held := self.rows // self.buffer.padded) < requests:
+        return found
+
+    def warnings(self, requests: int) -> list[str]:
+        """What an operator should change although it would start.
+
+        Args:
+            requests: that may run.
+        """
+        found = []
+        if self.rows < self.buffer.padded:
+            return found
+        if (held := self.rows // self.buffer.padded) < requests:
             found.append(
                 f"{requests} requests may run, but the device's {self.rows:,} C4 rows are {held} hot buffers "
-                f"of {self.buffer.padded:,}; the rest will wait. Lower {lower}, or --max-running-requests"
+                f"of {self.buffer.padded:,}; the rest will wait. Lower {self._lower}, or "
+                "--max-running-requests"
             )
-        if self.buffer.padded <= self.rows and self.longest_sequence < self.context:
+        if self.longest_sequence < self.context:
             found.append(
                 f"the model allows {self.context:,} tokens, but a sequence may grow to "
                 f"{self.longest_sequence:,}, and longer prompts are refused; lower host_to_device_ratio of "

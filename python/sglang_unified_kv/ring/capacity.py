@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil, floor, log10
 
-from ..checkpoint.policy import Path, PlacementPolicy, Span, policy_of
+from ..checkpoint.policy import policy_of
+from ..config import CHECKPOINT_HOST_GB
 from ..hisparse.capacity import HiSparseSizes
 from .accounting import DOMINANT_SHARE
+from .conversation import PAGE, Conversation
 
 GB = 1e9
-PAGE = 256
+HOST_RESERVE = 10 << 30
+"""Bytes of a host that SGLang leaves to others when it checks its host pools."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,22 @@ class Machine:
     Attributes:
         hbm_gb: memory of one GPU.
         weights_gb: weights and everything else that is resident on it before the KV pools.
-        host_gb: host memory free for the caches of one rank.
+        host_gb: memory of the host that is free when the caches are built, for all ranks on it.
+        ranks_per_host: ranks of the server on one host; each pins host pools of its own.
+
+    >>> Machine(288, 125, host_gb=1000, ranks_per_host=8).host_bytes
+    123657822720
     """
 
     hbm_gb: float
     weights_gb: float
     host_gb: float
+    ranks_per_host: int = 1
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes that SGLang lets one rank pin: an equal share of what is free, less its reserve."""
+        return max(int(self.host_gb * GB) - HOST_RESERVE, 0) // self.ranks_per_host
 
     def available(self, mem_fraction_static: float) -> int:
         """Bytes for KV pools, as SGLang takes them: a fraction of the GPU less what is resident."""
@@ -98,67 +110,25 @@ class Sizes:
         return pools | {"checkpoints": self.records * self.per_checkpoint}
 
 
-def running_pages(length: int, new: int, ahead: int) -> int:
-    """Pages that a running request holds at its end.
-
-    Under the overlap schedule the step behind the last token is already allocated.
-
-    >>> running_pages(700, 68, 0), running_pages(700, 69, 0), running_pages(700, 61, 8)
-    (3, 4, 4)
-    """
-    return ceil((length + new + ahead) / PAGE)
-
-
-def stored_pages(length: int, new: int, pairs: bool) -> int:
-    """Whole pages that a finished request leaves in the tree.
-
-    Its last token was never computed, and an entry of the tree may be a pair of tokens. What speculation
-    accepted beyond ``new`` is stored too, a few tokens at most.
-
-    >>> stored_pages(700, 68, pairs=False), stored_pages(700, 69, pairs=False)
-    (2, 3)
-    """
-    return (length + new - 1 - pairs) // PAGE
-
-
-def stored_checkpoints(length: int, new: int, pairs: bool, policy: PlacementPolicy) -> int:
-    """Checkpoints of a request that shares nothing with others: its prompt's, and its output's last.
-
-    What a store with room to spare takes beside them is not counted.
-
-    >>> stored_checkpoints(300, 800, False, policy_of("grid", page_size=PAGE))
-    3
-    >>> stored_checkpoints(300, 800, False, policy_of("tails", page_size=PAGE))
-    2
-    """
-    end, path = stored_pages(length, new, pairs) * PAGE, Path(0, 0, length)
-    prompt = [b for b in policy.boundaries(Span(0, length), path) if b <= end]
-    output = policy.boundaries(Span(length, end), path) if end > length else []
-    return len(prompt) + min(len(output), policy.output_tails(path))
-
-
-def checkpoints(sizes: Sizes, length: int, new: int) -> int:
-    """:func:`stored_checkpoints` by the policy of ``sizes``."""
+def checkpoints(sizes: Sizes, talk: Conversation) -> int:
+    """Checkpoints of a conversation by the policy of ``sizes``."""
     policy = policy_of(sizes.policy, page_size=PAGE, spare=1 + sizes.pairs, stride=sizes.stride)
-    return stored_checkpoints(length, new, sizes.pairs, policy)
+    return talk.checkpoints(sizes.pairs, policy)
 
 
-def prompts(sizes: Sizes, length: int, new: int) -> dict[str, int]:
-    """How many different prompts of ``length`` tokens each store holds, by what would run out.
-
-    Requests run with ``new`` tokens of output, and are cached with it.
-    """
+def prompts(sizes: Sizes, talk: Conversation) -> dict[str, int]:
+    """How many different conversations each store holds at their ends, by what would run out."""
     held = {
-        sizes.token_limit: sizes.tokens // (running_pages(length, new, sizes.ahead) * PAGE),
+        sizes.token_limit: sizes.tokens // (talk.running_pages(sizes.ahead) * PAGE),
         # One slot is SGLang's own, for padding.
         "request slots": sizes.slots - 1,
     }
     if sizes.hisparse:
-        held["device C4 rows"] = sizes.hisparse.running(length)
+        held["device C4 rows"] = sizes.hisparse.running(talk.last)
     if sizes.host_pages:
-        held["host pages"] = sizes.host_pages // max(stored_pages(length, new, sizes.pairs), 1)
+        held["host pages"] = sizes.host_pages // max(talk.pages(sizes.pairs), 1)
     if sizes.exact:
-        held["checkpoints"] = sizes.records // max(checkpoints(sizes, length, new), 1)
+        held["checkpoints"] = sizes.records // max(checkpoints(sizes, talk), 1)
     return held
 
 
@@ -169,48 +139,46 @@ def first_limits(held: dict[str, int]) -> tuple[str, str | None]:
     return running, min(cached, key=held.__getitem__) if cached else None
 
 
-@dataclass(frozen=True)
-class Split:
-    """How host memory is divided so that it holds the most prompts.
-
-    Attributes:
-        prompts: with all their pages and checkpoints.
-        hicache_ratio: host tokens for each device token.
-        checkpoint_host_gb: of checkpoints, GB.
-    """
-
-    prompts: int
-    hicache_ratio: float
-    checkpoint_host_gb: float
-
-
-def best_split(sizes: Sizes, machine: Machine, length: int, new: int) -> Split | None:
-    """The best division for different prompts of ``length`` and ``new`` tokens, to three digits of the ratio.
-
-    None without both pools, or where no such prompt fits.
-    """
-    if not (sizes.host_pages and sizes.exact):
-        return None
-    pages = max(stored_pages(length, new, sizes.pairs), 1)
-    page, records = sum(sizes.host_page.values()), checkpoints(sizes, length, new)
-    prompt = pages * page + records * sizes.per_checkpoint
-    # As much of the device's tokens as fits, and the records that belong to them; in three digits.
-    most = machine.host_gb * GB / prompt * pages * PAGE / sizes.tokens
-    step = 10.0 ** (floor(log10(most)) - 2)
-    for steps in range(floor(most / step), 0, -1):
-        ratio = float(f"{steps * step:.3g}")
-        host_pages = int(ratio * sizes.tokens) // PAGE
-        held = host_pages // pages
-        budget = ceil(100 * max(held * records, 1) * sizes.per_checkpoint / GB) / 100
-        if held and host_pages * page / GB + budget <= machine.host_gb:
-            return Split(held, ratio, budget)
-    return None
-
-
-def warnings(sizes: Sizes, machine: Machine, available: int, length: int, new: int) -> list[str]:
-    """What an operator should change, in plain words."""
+def device_refusals(sizes: Sizes, talk: Conversation) -> list[str]:
+    """Why the device cannot run one such request; with what to change."""
     found = []
-    held = prompts(sizes, length, new)
+    held = prompts(sizes, talk)
+    if not held[sizes.token_limit]:
+        found.append(
+            f"the device holds {sizes.tokens:,} tokens, and no request of {talk.last:,} + {talk.new:,}; "
+            "plan for a shorter one, or give it more by --mem-fraction-static"
+        )
+    if sizes.hisparse and not held["device C4 rows"] and sizes.hisparse.longest_sequence > 0:
+        found.append(
+            f"a prompt of {talk.last:,} tokens would be refused: the device's C4 rows hold "
+            f"{sizes.hisparse.longest_sequence:,}; lower host_to_device_ratio of --hisparse-config"
+        )
+    return found
+
+
+def host_refusals(sizes: Sizes, machine: Machine) -> list[str]:
+    """Why SGLang would refuse to start with these pools; with what to change."""
+    if sizes.hisparse:
+        return sizes.hisparse.refusals(machine.host_bytes)
+    found = []
+    if sizes.host_shortfall:
+        host = sum(sizes.host_bytes.values())
+        found.append(
+            f"the host pools need {host / GB:.1f} GB of the rank's {machine.host_bytes / GB:.1f} GB, and the "
+            f"start would be refused; lower --hicache-ratio or {CHECKPOINT_HOST_GB}"
+        )
+    if sizes.exact and not sizes.records:
+        found.append(
+            f"no checkpoint of {sizes.per_checkpoint / 1e6:.1f} MB fits, and the start would be refused; "
+            f"raise {CHECKPOINT_HOST_GB} or lower --hicache-ratio"
+        )
+    return found
+
+
+def warnings(sizes: Sizes, machine: Machine, available: int, talk: Conversation) -> list[str]:
+    """What an operator should change although SGLang would start, in plain words."""
+    found = []
+    held = prompts(sizes, talk)
     if sizes.fixed > DOMINANT_SHARE * available:
         found.append(
             f"{sizes.slots} request slots take {sizes.fixed / GB:.1f} GB, {sizes.fixed / available:.0%} of "
@@ -222,32 +190,21 @@ def warnings(sizes: Sizes, machine: Machine, available: int, length: int, new: i
             f"--max-total-tokens leaves {unused / GB:.1f} GB of the KV memory unused: "
             f"{sizes.tokens_fitting:,} tokens would fit"
         )
-    if held[sizes.token_limit] < sizes.slots - 1:
+    if 0 < held[sizes.token_limit] < sizes.slots - 1:
         found.append(
-            f"{sizes.slots - 1} requests may run, but the device holds {held[sizes.token_limit]} prompts of "
-            f"{length:,} tokens with {new:,} new ones; the rest will wait or be retracted"
+            f"{sizes.slots - 1} requests may run, but the device holds {held[sizes.token_limit]} of "
+            f"{talk.last:,} tokens with {talk.new:,} new ones; the rest will wait or be retracted"
         )
     if sizes.hisparse:
-        return found + sizes.hisparse.warnings(sizes.slots - 1, int(machine.host_gb * GB))
-    if sizes.host_shortfall:
-        host = sum(sizes.host_bytes.values())
-        found.append(
-            f"the host pools need {host / GB:.1f} GB of {machine.host_gb:.1f} GB, and the start would be "
-            "refused; lower --hicache-ratio or SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
-        )
-    if sizes.exact and not sizes.records:
-        found.append(
-            f"no checkpoint of {sizes.per_checkpoint / 1e6:.1f} MB fits, and the start would be refused; "
-            "raise SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB or lower --hicache-ratio"
-        )
-    elif "checkpoints" in held and held["checkpoints"] < held.get("host pages", 0):
-        records = held["host pages"] * checkpoints(sizes, length, new)
+        return found + sizes.hisparse.warnings(sizes.slots - 1)
+    if sizes.records and held["checkpoints"] < held.get("host pages", 0):
+        records = held["host pages"] * checkpoints(sizes, talk)
         need = records * sizes.per_checkpoint / GB
-        left = machine.host_gb - sum(sizes.host_page.values()) * sizes.host_pages / GB
+        left = (machine.host_bytes - sum(sizes.host_page.values()) * sizes.host_pages) / GB
         remedy = "" if need <= left else f"; the pages leave {left:.1f}, so lower --hicache-ratio"
         found.append(
-            f"checkpoints run out before pages: {held['checkpoints']} prompts of {length:,} tokens against "
-            f"{held['host pages']}, which need SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB={need:.1f}{remedy}"
+            f"checkpoints run out before pages: {held['checkpoints']} times {talk} against "
+            f"{held['host pages']}, which need {CHECKPOINT_HOST_GB}={need:.1f}{remedy}"
         )
     return found
 
