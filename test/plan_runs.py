@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-from pathlib import Path
 
 from sglang_unified_kv import engage
 from sglang_unified_kv.cli import app
-from sglang_unified_kv.reference.model import CONFIG
+from sglang_unified_kv.cli.stand_in import write_config as write_pro
+from sglang_unified_kv.ring.capacity import GB, HOST_RESERVE
 from typer.testing import CliRunner
 
 SERVER = (
     "--attention-backend dsv4 --page-size 256 --max-running-requests 1024 --mem-fraction-static 0.85 "
     "--skip-tokenizer-init --tp-size 8 --attn-dp-size 8 --cuda-graph-backend-prefill disabled"
 ).split()
-
-
-def write_pro(folder: Path) -> Path:
-    """DeepSeek-V4-Pro's layer pattern and cache widths, and a million tokens of context."""
-    layers = [128, 128] + [4, 128] * 29 + [4]
-    config = CONFIG | {"num_hidden_layers": 61, "compress_ratios": layers}
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}))
-    return folder
 
 
 def device_bytes(pool) -> int:
@@ -39,8 +30,13 @@ def device_bytes(pool) -> int:
     return sum(b.nbytes for b in [*pool.unified_kv_pool.kv_buffer, *rope, *states, *indexer])
 
 
-def machine(weights=125, host=250) -> list[str]:
-    return ["plan", "--hbm-gb", "288", "--weights-gb", str(weights), "--host-gb", str(host)]
+__all__ = ["SERVER", "device_bytes", "machine", "process_state", "run_plan", "write_pro"]
+
+
+def machine(weights=125, host=250, ranks=8) -> list[str]:
+    """A host that leaves ``host`` GB to each of so many ranks."""
+    whole = str(host * ranks + HOST_RESERVE / GB)
+    return ["plan", "--hbm-gb", "288", "--weights-gb", str(weights), "--host-gb", whole]
 
 
 @contextlib.contextmanager
@@ -62,9 +58,10 @@ def process_state():
 
 
 def run_plan(arguments, env=()) -> tuple[int, str]:
-    """Exit code and output, in single spaces; without the budget of checkpoints that tests have."""
+    """Exit code and output, in single spaces; without the budget and the placement that tests have."""
     with process_state():
         os.environ.pop("SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB", None)
+        os.environ.pop("SGLANG_UNIFIED_KV_CHECKPOINT_POLICY", None)
         os.environ.update(env)
         done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return done.exit_code, " ".join(done.output.replace("│", " ").split())

@@ -22,6 +22,7 @@ from sglang_unified_kv.hisparse.swap import Residency, TritonSwap
 from sglang_unified_kv.hisparse.tables import slot_tables, step_rows
 from sglang_unified_kv.reference.harness import prompt
 from sglang_unified_kv.ring.capacity import Machine, first_limits, prompts
+from sglang_unified_kv.ring.conversation import Conversation
 
 PAGE = 256
 TOKENS = 37120
@@ -102,12 +103,12 @@ def test_figures_are_the_bytes_of_real_pools_and_tables(engine, planner):
     host = [buffer for pool in coordinator.host_pools for buffer in pool.kv_buffer]
     assert sizes.host_bytes == {"cold C4 rows": sum(buffer.nbytes for buffer in host)}
     assert sizes.host_pages == sizes.host_shortfall == 0 and not sizes.exact
-    assert prompts(sizes, 5000, 100) == {
+    assert prompts(sizes, Conversation(5000, 100)) == {
         "logical tokens": TOKENS // PAGE // 20,
         "request slots": 5,
         "device C4 rows": 3,
     }
-    assert first_limits(prompts(sizes, 5000, 100)) == ("device C4 rows", None)
+    assert first_limits(prompts(sizes, Conversation(5000, 100))) == ("device C4 rows", None)
 
 
 def test_a_budget_is_spent_to_the_last_page(planner, monkeypatch):
@@ -184,15 +185,21 @@ SIZES = HiSparseSizes(
 
 
 def test_warnings():
-    assert SIZES.warnings(requests=10, host_bytes=SIZES.cold_bytes) == []
-    (host,) = SIZES.warnings(10, SIZES.cold_bytes - 1)
-    assert "on the host, 2.0 GB of 2.0 GB" in host and host.endswith("at most 255744")
-    (buffers,) = SIZES.warnings(11, SIZES.cold_bytes)
+    assert SIZES.warnings(requests=10) == []
+    (buffers,) = SIZES.warnings(11)
     assert "11 requests may run, but the device's 41,600 C4 rows are 10 hot buffers" in buffers
-    (longest,) = replace(SIZES, context=166_404).warnings(10, SIZES.cold_bytes)
+    (longest,) = replace(SIZES, context=166_404).warnings(10)
     assert "allows 166,404 tokens, but a sequence may grow to 166,403" in longest
-    (none,) = replace(SIZES, rows=4096).warnings(10, SIZES.cold_bytes)
+
+
+def test_what_is_refused():
+    assert SIZES.refusals(SIZES.cold_bytes) == []
+    (host,) = SIZES.refusals(SIZES.cold_bytes - 1)
+    assert "on the host, 2.0 GB of the rank's 2.0 GB" in host and host.endswith("at most 255744")
+    small = replace(SIZES, rows=4096)
+    (none,) = small.refusals(SIZES.cold_bytes)
     assert "the device holds 4,096 C4 rows, one hot buffer is 4,160" in none
+    assert small.warnings(10) == []
 
 
 @given(

@@ -44,16 +44,43 @@ def test_the_command_plans_hisparse(pro, tmp_path, recwarn):
 
     picture = tmp_path / "capacity.png"
     code, table = run_plan(command(pro, "--plot", str(picture), host=60))
-    assert code == 0 and picture.read_bytes().startswith(b"\x89PNG")
+    assert code == 1 and picture.read_bytes().startswith(b"\x89PNG")
+    assert "sglang.launch_server" not in table
     assert f"device C4 rows of a layer {hisparse['rows']:,}" in table
     said = "the start would be refused; set --max-total-tokens to at most "
     assert said in table
     most = table.split(said)[1].split()[0]
     code, capped = run_plan(command(pro, "--json", host=60, flags=("--max-total-tokens", most)))
+    assert code == 0, capped
     capped = json.loads(capped)
     assert capped["tokens"] == int(most) and capped["host_shortfall"] == 0
-    assert not any("the start would be refused" in line for line in capped["warnings"])
+    assert capped["refusals"] == [] and capped["launch"]
     assert not [w for w in recwarn if "has no effect" in str(w.message)]
+
+
+def test_as_many_run_as_have_tokens_and_device_rows(pro):
+    """By tokens, by rows at a large ratio; none where the rows hold no such prompt."""
+    without = [f for f in SERVER if f not in ("--max-running-requests", "1024")]
+
+    def planned(ratio, tokens, code=0):
+        arguments = command(pro, "--json", "--prompt-tokens", tokens, host=900, ratio=ratio)
+        arguments[arguments.index("--model-path") + 2 :] = [
+            *without,
+            *arguments[arguments.index("--disable-radix-cache") :],
+        ]
+        found, output = run_plan(arguments)
+        assert found == code, output
+        return json.loads(output)
+
+    for ratio, limit in ((2, "logical tokens"), (16, "device C4 rows")):
+        found = planned(ratio, "50000")
+        held, rank = found["prompts"], found["running"]["rank"]
+        assert min(held.values()) == held["request slots"] == rank
+        assert rank <= held[limit] <= rank + 1
+        assert found["launch"]["command"][-2:] == ["--max-running-requests", str(8 * rank)]
+    none = planned(64, "1000000", code=1)
+    assert none["running"]["rank"] == 0 and none["prompts"]["logical tokens"] > 1
+    assert any("a prompt of 1,000,000 tokens would be refused" in r for r in none["refusals"])
 
 
 def test_what_hisparse_refuses_is_not_planned(pro):

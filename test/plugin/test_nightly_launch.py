@@ -127,9 +127,9 @@ def test_pools_hold_what_the_benchmarks_send(job, forks, pro, tmp_path):
     env, flags = launches(job, MI355X, tmp_path, pro)[-1]
     sizes = MI355X.sizes
     new = sizes.output if job != "prefill" else 1
-    options = [*machine(WEIGHTS[job], host=400)[1:], "--new-tokens", str(new)]
-    report = asked(forks, "plan", env, options, [*flags, "--skip-tokenizer-init"])
     ranks = 4 if job == "prefill" else 8
+    options = [*machine(WEIGHTS[job], host=400, ranks=ranks)[1:], "--new-tokens", str(new)]
+    report = asked(forks, "plan", env, options, [*flags, "--skip-tokenizer-init"])
     at_once = sizes.prefill[1] if job == "prefill" else max(sizes.decode)
     assert report["prompt_tokens"] == sizes.input
     assert report["slots"] * ranks >= at_once

@@ -1,6 +1,7 @@
 """The operator's calculator: its bytes are those of pools that exist, its sums those of the publication."""
 
 import doctest
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,23 +9,26 @@ from hypothesis import strategies as st
 from plan_runs import device_bytes
 from ring_objects import PAGE, sizer
 from sglang_unified_kv import engage
+from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import policy_of
 from sglang_unified_kv.config import RING_FIXES, load_settings
 from sglang_unified_kv.edits.planning import Planner
 from sglang_unified_kv.reference.harness import prompt
-from sglang_unified_kv.ring import capacity
+from sglang_unified_kv.ring import capacity, conversation
 from sglang_unified_kv.ring.capacity import (
+    HOST_RESERVE,
     Machine,
     Sizes,
     checkpoints,
+    device_refusals,
     first_limits,
     fitted_budget,
+    host_refusals,
     prompts,
-    running_pages,
-    stored_checkpoints,
-    stored_pages,
     warnings,
 )
+from sglang_unified_kv.ring.choice import most_running
+from sglang_unified_kv.ring.conversation import Conversation, running_pages, stored_pages
 
 EAGLE = dict(
     speculative_algorithm="EAGLE",
@@ -69,8 +73,28 @@ def check_prompts(engine, sizes, lengths):
         most = new + max(sizes.ahead // 2 - 1, 0)
         low, high = (stored_pages(length, n, sizes.pairs) for n in (new, most))
         assert low <= device == host <= high, (length, new)
-        low, high = (checkpoints(sizes, length, n) for n in (new, most))
+        low, high = (checkpoints(sizes, Conversation(length, n)) for n in (new, most))
         assert low <= records <= high, (length, new)
+
+
+def check_conversation(engine, sizes, talk):
+    """The turns of one conversation leave its pages and checkpoints, with every policy."""
+    host, manager = engine.tree.cache_controller.mem_pool_host, engine.tree.checkpoints
+    before, weighed = manager.placement, manager.store.weighed
+    for name in ("grid", "tails", "sparse"):
+        policy = policy_of(name, page_size=PAGE, spare=1 + sizes.pairs)
+        manager.placement, manager.store.weighed = Placement(policy, manager.store), policy.weighed
+        said = prompt(7, talk.prompt)
+        for turn in range(1, talk.turns + 1):
+            assert len(said) == talk.prompt_of(turn)
+            said = said + engine.run(said, talk.new).output_ids + prompt(1000 + turn, talk.added)
+        engine.drain()
+        found = (host.size - host.available_size()) // PAGE
+        assert found == talk.pages(sizes.pairs), name
+        found = len(manager.store)
+        assert found == checkpoints(replace(sizes, policy=name), talk), name
+        engine.flush()
+    manager.placement, manager.store.weighed = before, weighed
 
 
 @pytest.mark.parametrize(
@@ -133,6 +157,7 @@ def test_a_budget_is_spent_to_the_last_page(make_engine):
             < sizes.tokens
         )
         check_prompts(engine, sizes, [(255, 2), (256, 1), (257, 10)])
+        check_conversation(engine, sizes, Conversation(700, 100, turns=3, added=200))
 
 
 @pytest.mark.slow
@@ -145,8 +170,9 @@ def test_the_last_two_checkpoints_of_an_output_stay(make_engine, stride, lengths
 
 
 def test_examples():
-    result = doctest.testmod(capacity)
-    assert result.attempted >= 3 and result.failed == 0
+    for module, least in ((capacity, 1), (conversation, 10)):
+        result = doctest.testmod(module)
+        assert result.attempted >= least and result.failed == 0
 
 
 lengths = st.integers(1, 1 << 20)
@@ -164,7 +190,7 @@ def test_pages_of_a_request(length, new, ahead, pairs):
 @given(length=lengths, new=lengths, pairs=st.booleans(), stride=st.integers(1, 16))
 def test_checkpoints_of_a_request(length, new, pairs, stride):
     policy = policy_of("grid", page_size=PAGE, stride=stride)
-    kept = stored_checkpoints(length, new, pairs, policy)
+    kept = Conversation(length, new).checkpoints(pairs, policy)
     boundaries = range(stride, stored_pages(length, new, pairs) + 1, stride)
     prompt_part = [b for b in boundaries if b * PAGE <= length]
     output_part = [b for b in boundaries if b * PAGE > length]
@@ -212,12 +238,12 @@ def sizes_of(**changes) -> Sizes:
     return Sizes(**base | changes)
 
 
-REQUEST = 49 * PAGE, PAGE + 1
+REQUEST = Conversation(49 * PAGE, PAGE + 1)
 """50 pages and a token while it runs, 50 pages and checkpoints cached."""
 
 
 def test_what_runs_out_first():
-    held = prompts(sizes_of(), *REQUEST)
+    held = prompts(sizes_of(), REQUEST)
     assert held == {
         "device tokens": 1000 // 51,
         "request slots": 8,
@@ -225,35 +251,104 @@ def test_what_runs_out_first():
         "checkpoints": 10,
     }
     assert first_limits(held) == ("request slots", "checkpoints")
-    assert prompts(sizes_of(stride=4), *REQUEST)["checkpoints"] == 500 // 12
+    assert prompts(sizes_of(stride=4), REQUEST)["checkpoints"] == 500 // 12
     # The prompt's tail, a checkpoint 64 pages before it, and the output's last.
-    assert checkpoints(sizes_of(policy="combined"), 70 * PAGE + 1, 1) == 2
-    assert prompts(sizes_of(policy="combined"), 70 * PAGE + 1, 1)["checkpoints"] == 250
-    assert first_limits(prompts(sizes_of(exact=False, records=0, host_pages=0), *REQUEST)) == (
+    assert checkpoints(sizes_of(policy="combined"), Conversation(70 * PAGE + 1, 1)) == 2
+    assert (
+        prompts(sizes_of(policy="combined"), Conversation(70 * PAGE + 1, 1))["checkpoints"] == 250
+    )
+    assert first_limits(prompts(sizes_of(exact=False, records=0, host_pages=0), REQUEST)) == (
         "request slots",
         None,
     )
+
+
+HOST = Machine(288, 100, 100 + HOST_RESERVE / 1e9)
 
 
 @pytest.mark.parametrize(
     "changes, text",
     [
         ({"fixed": 11 * 10**9}, "9 request slots take 11.0 GB, 11% of the KV memory"),
-        ({"slots": 101}, "100 requests may run, but the device holds 19 prompts"),
+        ({"slots": 101}, "100 requests may run, but the device holds 19 of 12,544 tokens"),
         ({"tokens_fitting": 2000 * PAGE}, "--max-total-tokens leaves 2.3 GB of the KV memory"),
-        ({"host_shortfall": 1}, "the host pools need 7.0 GB of 100.0 GB"),
-        ({"records": 0}, "no checkpoint of 10.0 MB fits"),
         (
             {},
-            "checkpoints run out before pages: 10 prompts of 12,544 tokens against 40, which need",
+            "checkpoints run out before pages: 10 times 12,544 + 257 tokens against 40, which need",
         ),
     ],
 )
 def test_warnings(changes, text):
-    found = warnings(sizes_of(**changes), Machine(288, 100, 100), 100 * 10**9, *REQUEST)
+    found = warnings(sizes_of(**changes), HOST, 100 * 10**9, REQUEST)
     assert any(text in line for line in found), found
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"host_shortfall": 1}, "the host pools need 7.0 GB of the rank's 100.0 GB"),
+        ({"records": 0}, "no checkpoint of 10.0 MB fits"),
+    ],
+)
+def test_what_the_host_refuses(changes, text):
+    sizes = sizes_of(**changes)
+    (found,) = host_refusals(sizes, HOST)
+    assert text in found and host_refusals(sizes_of(), HOST) == []
+
+
+def test_what_the_device_refuses():
+    assert device_refusals(sizes_of(), REQUEST) == []
+    (found,) = device_refusals(sizes_of(tokens=50 * PAGE), REQUEST)
+    assert "the device holds 12,800 tokens, and no request of 12,544 + 257" in found
 
 
 def test_no_warning_without_a_cause():
     sizes = sizes_of(records=2000)
-    assert warnings(sizes, Machine(288, 100, 100), 100 * 10**9, *REQUEST) == []
+    assert warnings(sizes, HOST, 100 * 10**9, REQUEST) == []
+
+
+def test_every_rank_has_an_equal_share_of_what_sglang_leaves(monkeypatch):
+    """SGLang's own answer, for eight ranks on two hosts."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    assert base.HICACHE_HOST_MEMORY_RESERVE_BYTES == HOST_RESERVE
+    monkeypatch.setattr(base, "available_host_memory_bytes", lambda **_: 500 * 10**9)
+    monkeypatch.setattr(base, "ranks_per_host", lambda: 4)
+    assert Machine(288, 100, 500, 4).host_bytes == base.host_memory_budget_bytes()
+    assert Machine(288, 100, 5, 4).host_bytes == 0
+
+
+@given(capacity=st.integers(0, 10_000), slot=st.integers(0, 100), pages=st.integers(1, 50))
+def test_as_many_run_as_fit_with_their_slots(capacity, slot, pages):
+    """Of ``capacity`` pages each request takes its own, and its slot the bytes of some."""
+    talk = Conversation(pages * PAGE - 1, 1)
+
+    def sizes(*, running, **_):
+        left = max(capacity - running * slot, 0)
+        return sizes_of(tokens=left * PAGE, slots=running + 1)
+
+    assert most_running(sizes, talk) == capacity // (pages + slot)
+
+
+@given(
+    length=st.integers(1, 5000),
+    new=st.integers(1, 700),
+    turns=st.integers(1, 8),
+    added=st.integers(1, 700),
+    pairs=st.booleans(),
+    name=st.sampled_from(["grid", "tails", "combined"]),
+)
+def test_a_conversation_holds_one_path(length, new, turns, added, pairs, name):
+    talk = Conversation(length, new, turns, added)
+    alone = Conversation(talk.last, new)
+    policy = policy_of(name, page_size=PAGE, spare=1 + pairs)
+    assert talk.last == length + (turns - 1) * (new + added)
+    assert talk.pages(pairs) == alone.pages(pairs) == stored_pages(talk.last, new, pairs)
+    assert talk.running_pages(8) == running_pages(talk.last, new, 8)
+    kept = talk.checkpoints(pairs, policy)
+    assert kept <= talk.pages(pairs)
+    # A later turn adds, and never takes away.
+    assert kept >= replace(talk, turns=max(turns - 1, 1)).checkpoints(pairs, policy)
+    if name == "tails":
+        # Neither of its ends of a prompt, nor the one of an output.
+        assert kept <= 3 * turns

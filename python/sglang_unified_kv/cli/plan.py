@@ -307,9 +307,10 @@ def _notes(
     else:
         found = [f"{fit}; given is {given.running:,}"]
     if split := choice.split:
-        budget = f", {CHECKPOINT_HOST_GB}={split.checkpoint_host_gb:g}" if choice.budget else ""
+        records = split.checkpoint_host_gb
+        beside = f", {CHECKPOINT_HOST_GB}={records:g}" if records else ""
         best = (
-            f"--hicache-ratio {split.hicache_ratio:g}{budget}: the division of the rank's "
+            f"--hicache-ratio {split.hicache_ratio:g}{beside}: the division of the rank's "
             f"{machine.host_bytes / GB:.1f} GB that holds the most, {split.prompts:,} of {talk}"
         )
         found.append(best + ("; chosen, because none is given" if given.ratio is None else ""))

@@ -11,8 +11,8 @@ from .capacity import GB, Machine, Sizes, checkpoints, prompts
 from .conversation import PAGE, Conversation
 
 SLACK = 0.05
-"""Of a rank's host memory that a choice leaves free. SGLang asks what is free before each pool, and a rank that
-asks late sees what others have pinned; its own automatic sizing leaves as much."""
+"""Of a rank's host memory that a choice leaves free. SGLang asks what is free before each pool, and a rank
+that asks late sees what others have pinned; its own automatic sizing leaves as much."""
 
 
 @dataclass(frozen=True)
