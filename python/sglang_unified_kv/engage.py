@@ -50,7 +50,8 @@ class Facts(EnvironmentFacts):
     """Everything the decision needs: the environment, and SGLang's arguments after resolution.
 
     The fields below carry SGLang's names; ``architecture`` and ``model_type`` are those of the
-    model's configuration. ``taken_labels``: of ``--extra-metric-labels``, those that our metrics have for
+    model's configuration. ``hicache_host_memory_fraction`` is None where a ratio or a size was given: only
+    without both SGLang sizes HiCache by it. ``taken_labels``: of ``--extra-metric-labels``, those that our metrics have for
     their own; none without ``--enable-metrics``.
     """
 
@@ -59,6 +60,11 @@ class Facts(EnvironmentFacts):
     enable_hierarchical_cache: bool
     hicache_write_policy: str
     hicache_host_memory_mode: str
+    hicache_host_memory_fraction: float | None
+    hicache_ratio: float | None
+    hicache_size: int
+    hicache_io_backend: str
+    hicache_mem_layout: str
     hicache_storage_backend: str | None
     disable_radix_cache: bool
     radix_cache_backend: str | None
@@ -198,6 +204,56 @@ LORA_WITH_STORAGE = (
     "alone, so one that was trained anew would be served what the old one stored; remove one of them"
 )
 
+HOST_COPIES = (
+    ("direct", "page_first_direct"),
+    ("direct", "layer_first"),
+    ("kernel", "page_first"),
+    ("kernel", "layer_first"),
+)
+"""I/O backend and host layout between which SGLang copies pages of DeepSeek-V4 on a GPU."""
+
+
+def _hicache(ok: Callable[[Any], bool], otherwise: str) -> Rule:
+    """A rule that only HiCache asks for."""
+    return Rule(lambda f: not f.enable_hierarchical_cache or ok(f), otherwise)
+
+
+HICACHE_OBSTACLES = (
+    # A captured state is usable once it is on the host, so every page has to be written through.
+    _hicache(
+        lambda f: f.hicache_write_policy == "write_through",
+        "--hicache-write-policy {hicache_write_policy}: set it to write_through",
+    ),
+    _hicache(
+        lambda f: f.hicache_host_memory_mode == "cache",
+        "--hicache-host-memory-mode {hicache_host_memory_mode}: set it to cache",
+    ),
+    # SGLang refuses the next two itself, in every rank and after the weights are loaded.
+    _hicache(
+        lambda f: f.hicache_size <= 0,
+        "--hicache-size {hicache_size}: SGLang does not size HiCache of DeepSeek-V4 in GB; remove the flag "
+        "and give --hicache-ratio (sglang-unified-kv plan says which fits)",
+    ),
+    _hicache(
+        lambda f: f.hicache_host_memory_fraction is None,
+        "--hicache-ratio is not given: SGLang then sizes HiCache by --hicache-host-memory-fraction "
+        "{hicache_host_memory_fraction}, which it cannot for DeepSeek-V4; give --hicache-ratio "
+        "(sglang-unified-kv plan says which fits)",
+    ),
+    _hicache(
+        lambda f: f.hicache_ratio is None or f.hicache_ratio > 0,
+        "--hicache-ratio {hicache_ratio}: leaves no host page; give one above 0 (sglang-unified-kv plan says "
+        "which fits)",
+    ),
+    # Some pairs fail when the pool is built, others at the first page that is copied.
+    _hicache(
+        lambda f: (f.hicache_io_backend, f.hicache_mem_layout) in HOST_COPIES,
+        "--hicache-io-backend {hicache_io_backend} with --hicache-mem-layout {hicache_mem_layout}: SGLang has "
+        "no such copies of DeepSeek-V4's pages on a GPU; set them to direct and page_first_direct",
+    ),
+)
+"""What exact reuse and SGLang's own pools of DeepSeek-V4 need of HiCache."""
+
 SHARED_OBSTACLES = (
     Rule(lambda f: f.page_size == 256, "--page-size {page_size}: set it to 256"),
     # A replayed graph runs no Python, and nobody says where the rows of a chunk are.
@@ -260,15 +316,7 @@ SHARED_OBSTACLES = (
 """What neither exact reuse nor HiSparse on the unified pool supports."""
 
 LAUNCH_OBSTACLES = (
-    # A captured state is usable once it is on the host, so every page has to be written through.
-    Rule(
-        lambda f: not f.enable_hierarchical_cache or f.hicache_write_policy == "write_through",
-        "--hicache-write-policy {hicache_write_policy}: set it to write_through",
-    ),
-    Rule(
-        lambda f: not f.enable_hierarchical_cache or f.hicache_host_memory_mode == "cache",
-        "--hicache-host-memory-mode {hicache_host_memory_mode}: set it to cache",
-    ),
+    *HICACHE_OBSTACLES,
     Rule(
         lambda f: storage_obstacle(f.hicache_storage_backend) is None,
         lambda f: storage_obstacle(f.hicache_storage_backend) or "",

@@ -33,6 +33,17 @@ OBSTACLES = [
         "--hicache-write-policy write_through_selective: set it to write_through",
     ),
     (dict(hicache_host_memory_mode="buffer_only"), "--hicache-host-memory-mode buffer_only"),
+    (dict(hicache_host_memory_fraction=0.8), "--hicache-ratio is not given: SGLang then sizes"),
+    (dict(hicache_ratio=0.0), "--hicache-ratio 0.0: leaves no host page"),
+    (dict(hicache_size=90), "--hicache-size 90: SGLang does not size HiCache of DeepSeek-V4 in GB"),
+    (
+        dict(hicache_mem_layout="page_head"),
+        "--hicache-io-backend direct with --hicache-mem-layout page_head",
+    ),
+    (
+        dict(hicache_io_backend="kernel_ascend"),
+        "--hicache-io-backend kernel_ascend with --hicache-mem-layout page_first_direct",
+    ),
     (
         dict(enable_lora=True, hicache_storage_backend="file"),
         "--enable-lora (--lora-paths sets it) with a storage backend",
@@ -122,7 +133,8 @@ def test_everything_is_named_at_once():
     missing = replace(GOOD, **{k: v for bad, _ in MISSING for k, v in bad.items()})
     assert len(decide(ON, missing).missing) == 4
     merged = {k: v for bad, _ in OBSTACLES for k, v in bad.items()}
-    assert len(decide(ON, replace(GOOD, **merged)).obstacles) == len(merged)
+    # The two of one pair share a rule.
+    assert len(decide(ON, replace(GOOD, **merged)).obstacles) == len(merged) - 1
 
 
 def test_every_rule_and_every_fact_has_a_case_here():
@@ -184,6 +196,11 @@ def test_what_only_hicache_asks_for_does_not_stand_in_the_way_without_it():
         enable_hierarchical_cache=False,
         hicache_write_policy="write_back",
         hicache_host_memory_mode="buffer_only",
+        hicache_host_memory_fraction=0.8,
+        hicache_ratio=0.0,
+        hicache_size=90,
+        hicache_io_backend="kernel_ascend",
+        hicache_mem_layout="page_head",
     )
     assert decide(RADIX, facts).state is State.ENGAGED
 
@@ -251,6 +268,13 @@ def test_engagement_is_recorded_and_replaced():
     engage.engage(ON, GOOD)
     engage.reset()
     assert engage.current() is None
+
+
+@pytest.mark.parametrize("pair", engage.HOST_COPIES)
+def test_layouts_that_sglang_copies_engage(pair):
+    backend, layout = pair
+    facts = replace(GOOD, hicache_io_backend=backend, hicache_mem_layout=layout)
+    assert decide(ON, facts).state is State.ENGAGED
 
 
 @pytest.mark.parametrize("backend", [None, *engage.STORAGE_BACKENDS])
