@@ -51,8 +51,9 @@ class Facts(EnvironmentFacts):
 
     The fields below carry SGLang's names; ``architecture`` and ``model_type`` are those of the
     model's configuration. ``hicache_host_memory_fraction`` is None where a ratio or a size was given: only
-    without both SGLang sizes HiCache by it. ``taken_labels``: of ``--extra-metric-labels``, those that our metrics have for
-    their own; none without ``--enable-metrics``.
+    without both SGLang sizes HiCache by it. ``taken_labels``: of ``--extra-metric-labels``, those that our
+    metrics have for their own; none without ``--enable-metrics``. ``storage_config_error`` and
+    ``hisparse_config_error``: why SGLang or we could not build from these settings; empty if we can.
     """
 
     architecture: str
@@ -66,6 +67,8 @@ class Facts(EnvironmentFacts):
     hicache_io_backend: str
     hicache_mem_layout: str
     hicache_storage_backend: str | None
+    storage_config_error: str
+    hisparse_config_error: str
     disable_radix_cache: bool
     radix_cache_backend: str | None
     enable_lmcache: bool
@@ -248,8 +251,8 @@ HICACHE_OBSTACLES = (
     # Some pairs fail when the pool is built, others at the first page that is copied.
     _hicache(
         lambda f: (f.hicache_io_backend, f.hicache_mem_layout) in HOST_COPIES,
-        "--hicache-io-backend {hicache_io_backend} with --hicache-mem-layout {hicache_mem_layout}: SGLang has "
-        "no such copies of DeepSeek-V4's pages on a GPU; set them to direct and page_first_direct",
+        "--hicache-io-backend {hicache_io_backend} with --hicache-mem-layout {hicache_mem_layout}: SGLang "
+        "has no such copies of DeepSeek-V4's pages on a GPU; set them to direct and page_first_direct",
     ),
 )
 """What exact reuse and SGLang's own pools of DeepSeek-V4 need of HiCache."""
@@ -322,6 +325,10 @@ LAUNCH_OBSTACLES = (
         lambda f: storage_obstacle(f.hicache_storage_backend) or "",
     ),
     Rule(lambda f: not f.enable_lora or f.hicache_storage_backend is None, LORA_WITH_STORAGE),
+    Rule(
+        lambda f: not f.storage_config_error,
+        "--hicache-storage-backend-extra-config: {storage_config_error}; correct it",
+    ),
     *SHARED_OBSTACLES,
     Rule(lambda f: not f.disable_radix_cache, "--disable-radix-cache: remove the flag"),
     Rule(

@@ -7,7 +7,7 @@ import pytest
 from sglang_unified_kv import engage
 from sglang_unified_kv.config import Settings
 from sglang_unified_kv.engage import State
-from sglang_unified_kv.hisparse.support import CONDITIONS, OBSTACLES, decide
+from sglang_unified_kv.hisparse.support import CONDITIONS, OBSTACLES, config_error, decide
 
 ON, OFF = Settings(hisparse=True), Settings()
 GOOD = replace(
@@ -27,6 +27,7 @@ IN_THE_WAY = [
     (dict(disable_radix_cache=False), "add --disable-radix-cache"),
     (dict(page_size=128), "--page-size 128"),
     (dict(speculative_algorithm="EAGLE"), "--speculative-algorithm EAGLE"),
+    (dict(hisparse_config_error="--hisparse-config a: no"), "--hisparse-config a: no"),
     (dict(disaggregation_mode="decode"), "--disaggregation-mode decode"),
     (dict(dsv4_attn_backend="trtllm"), "--dsv4-attn-backend trtllm"),
     (dict(enable_unified_memory=True), "--enable-unified-memory"),
@@ -58,6 +59,31 @@ def test_an_obstacle_refuses_the_start(change, named):
     decision = decide(ON, replace(GOOD, **change))
     assert decision.state is State.REFUSED and len(decision.obstacles) == 1
     assert named in decision.obstacles[0]
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("{", "--hisparse-config {: it is no JSON"),
+        ("[1]", "--hisparse-config [1]: it is no JSON object"),
+        (
+            '{"top_k": 512, "device_buffer_size": 448}',
+            "device_buffer_size=448: it is below top_k=512",
+        ),
+        ('{"top_k": 64, "device_buffer_size": 448}', "--hisparse-config device_buffer_size=448"),
+        (
+            '{"top_k": 512, "device_buffer_size": 600}',
+            "device_buffer_size=600: it must be a multiple",
+        ),
+        ('{"top_k": "a"}', "--hisparse-config top_k='a': it must be an integer"),
+        ('{"host_to_device_ratio": 1.5}', "--hisparse-config host_to_device_ratio=1.5"),
+        (None, ""),
+        ('{"top_k": 512, "device_buffer_size": 512, "host_to_device_ratio": 3}', ""),
+    ],
+)
+def test_a_config_that_nothing_can_be_built_from_is_told_before_the_weights(text, named):
+    found = config_error(text, index_topk=512, page_size=256)
+    assert named in found and bool(named) == bool(found)
 
 
 def test_every_rule_has_a_case():

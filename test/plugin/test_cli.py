@@ -98,7 +98,7 @@ def test_version():
 
 DOCTOR = "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])"
 REFERENCE = {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1"}
-HICACHE = "--enable-hierarchical-cache"
+HICACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
 HISPARSE_ON = {"SGLANG_UNIFIED_KV_HISPARSE": "1"}
 
 
@@ -120,7 +120,7 @@ def failed(report):
 
 
 def test_doctor_would_engage(doctor):
-    report = doctor(HICACHE, "--hicache-swa-offload-page-stride", "2", code=0)
+    report = doctor(*HICACHE, "--hicache-swa-offload-page-stride", "2", code=0)
     assert report["checked"] == "environment and launch flags"
     assert report["decision"] == "engaged" and report["platform_checked"]
     assert report["settings"]["offload_page_stride"] == 2
@@ -151,7 +151,7 @@ def test_doctor_names_everything_that_is_missing_and_in_the_way(doctor):
 
 
 def test_doctor_of_the_flags_alone(forks, model):
-    flags = ["--model-path", str(model), "--device", "cpu", "--page-size", "256", HICACHE]
+    flags = ["--model-path", str(model), "--device", "cpu", "--page-size", "256", *HICACHE]
     flags += ["--attention-backend", "dsv4"]
     environ = ON | {"SGLANG_HACK_FLASHMLA_BACKEND": "unified_kv_triton"}
     ended = forks.run(DOCTOR, environ, argv=["x", "doctor", "--", *flags])
@@ -160,7 +160,7 @@ def test_doctor_of_the_flags_alone(forks, model):
     assert ended.stdout.splitlines()[-1] == last
     ended = forks.run(DOCTOR, environ, argv=["x", "doctor"])
     assert ended.rc == 1 and "ROCm (torch is not a HIP build)" in ended.stdout
-    flags.remove(HICACHE)
+    flags = [flag for flag in flags if flag not in HICACHE]
     environ |= HISPARSE_ON
     environ.pop("SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE")
     flags += ["--enable-hisparse", "--disable-radix-cache"]
@@ -173,7 +173,7 @@ def test_doctor_of_the_flags_alone(forks, model):
 
 
 def test_doctor_would_be_refused(doctor):
-    report = doctor(HICACHE, "--enable-streaming-session", code=1)
+    report = doctor(*HICACHE, "--enable-streaming-session", code=1)
     assert report["decision"] == "refused"
     assert failed(report) == {
         "obstacles": ["--enable-streaming-session: not supported; remove the flag"]
@@ -196,7 +196,7 @@ def test_doctor_of_hisparse(doctor):
 
 def test_doctor_reports_what_sglang_itself_rejects(doctor):
     assert "launch flags" in failed(doctor("--no-such-flag", code=1))
-    report = doctor(HICACHE, "--chunked-prefill-size", "100", code=1)
+    report = doctor(*HICACHE, "--chunked-prefill-size", "100", code=1)
     reason, more = failed(report)["launch flags"]
     assert reason.startswith("SGLang rejects them: ") and "chunked_prefill_size" in reason
     assert "ask again" in more

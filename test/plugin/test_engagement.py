@@ -17,7 +17,10 @@ def resolved(**more):
 
 
 def script(model, body, **more):
-    base = dict(model_path=str(model), device="cpu", enable_hierarchical_cache=True) | more
+    base = dict(
+        model_path=str(model), device="cpu", enable_hierarchical_cache=True, hicache_ratio=2
+    )
+    base |= more
     return f"{LOAD}BASE = {base!r}\n{ARGS}\n{body}"
 
 
@@ -70,6 +73,8 @@ def test_launch_server_is_refused_with_every_reason_before_anything_is_built(for
     for reason in (
         "SGLANG_DSV4_COMPRESS_STATE_DTYPE=bf16: set it to float32",
         "--hicache-write-policy write_back: set it to write_through",
+        "--hicache-ratio is not given: SGLang then sizes HiCache by --hicache-host-memory-fraction 0.8, which "
+        "it cannot for DeepSeek-V4; give --hicache-ratio (sglang-unified-kv plan says which fits)",
         "--hicache-storage-backend simm: not supported, it has no batch_exists_v2, batch_get_v2 and "
         "batch_set_v2, which records travel with; use one of file, nixl, mooncake, dynamic",
         "--enable-lora (--lora-paths sets it) with a storage backend: an adapter is known by its name and "

@@ -35,6 +35,7 @@ class Report:
 
     Attributes:
         checks: reasons by check; none means passed.
+        notes: what holds, but not as the flags say.
         platform_checked: False with ``--device cpu``, where the flags alone are.
     """
 
@@ -45,6 +46,7 @@ class Report:
     decision: str | None = None
     feature: str = "Exact reuse"
     checks: dict[str, list[str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     platform_checked: bool = True
 
     @property
@@ -163,13 +165,15 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     from sglang.srt.arg_groups.validation_hook import check_server_args
     from sglang.srt.server_args import prepare_server_args
 
-    from ..edits.server_args import facts_of
+    from ..edits.server_args import facts_of, replaced_flags
     from ..hisparse import support
 
     report.checks["launch flags"] = []
+    resolved = False
     try:
         server_args = prepare_server_args(launch_flags)
         server_args.resolve_once()
+        resolved = True
         check_server_args(server_args)
     except SystemExit:
         report.checks["launch flags"] = ["SGLang's parser rejects them, see stderr"]
@@ -179,7 +183,9 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
             f"SGLang rejects them: {error}{_hint(error, launch_flags)}",
             "SGLang stops at the first that it rejects: ask again when that is corrected",
         ]
-        return
+        if not resolved:
+            return
+    report.notes = replaced_flags(server_args, launch_flags)
     facts = facts_of(server_args)
     if server_args.device == "cpu" and not (facts.is_hip or facts.reference_engine):
         report.platform_checked = False
@@ -207,6 +213,8 @@ def _hint(error: Exception, launch_flags: Sequence[str] = ()) -> str:
     decode = re.search(r"--disaggregation-mode[ =]decode", " ".join(launch_flags))
     if "disable-radix-cache" in str(error) and decode:
         return " (--disaggregation-mode decode turns the radix cache off.)"
+    if "topk" in str(error):
+        return " (The flag is --speculative-eagle-topk.)"
     if "No accelerator" in str(error):
         return " Run this on the GPU machine, or add --device cpu to check the flags alone."
     if isinstance(error, OSError):
@@ -221,6 +229,8 @@ def _print(report: Report) -> None:
         console.print(f"{'[red]no[/red] ' if reasons else '[green]ok[/green] '} {name}")
         for reason in reasons:
             console.print(f"     - {escape(reason)}")
+    for note in report.notes:
+        console.print(f"[yellow]note[/yellow] {escape(note)}")
     if report.engages and report.facts is not None and report.decision is None:
         console.print(
             "The environment is fit for exact reuse. Add `-- LAUNCH FLAGS` to check those."

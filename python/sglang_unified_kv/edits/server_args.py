@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from ..config import OFFLOAD_PAGE_STRIDE
@@ -79,7 +80,8 @@ def facts_of(server_args: Any) -> Facts:
     )
 
     cfg = resolving_view(server_args)
-    config = model_config_of(server_args).hf_config
+    model = model_config_of(server_args)
+    config = model.hf_config
     algorithm = cfg.speculative_algorithm
     return Facts(
         **_environment(),
@@ -88,10 +90,63 @@ def facts_of(server_args: Any) -> Facts:
         attention_backends=attention_backends_of(cfg),
         cuda_graph_backend_prefill=cfg.cuda_graph_config.prefill.backend,
         speculative_algorithm=None if algorithm in (None, "NONE") else algorithm,
+        storage_config_error=_storage_config_error(cfg),
+        hisparse_config_error=_hisparse_config_error(cfg, model.hf_text_config),
         enable_decoder_swa_bounded_replay=bool(cfg.enable_decoder_swa_bounded_replay),
         taken_labels=taken_labels(cfg.extra_metric_labels or ()) if cfg.enable_metrics else "",
         **{name: getattr(cfg, name) for name in _COPIED},
     )
+
+
+SERIES.relies_on(
+    "sglang.srt.arg_groups.hicache_hook:handle_hicache_ratio_default",
+    feature=FEATURE,
+    why="leaves the host memory fraction set only where neither a ratio nor a size was given: HiCache then "
+    "sizes itself, which it cannot for this model",
+    params="server_args",
+    fingerprint="a18bc87768ad5121",
+)
+
+
+def _storage_config_error(cfg: Any) -> str:
+    """Why SGLang's storage could not be set up from its extra config, which it reads after the weights."""
+    backend, text = cfg.hicache_storage_backend, cfg.hicache_storage_backend_extra_config
+    if not cfg.enable_hierarchical_cache or backend is None:
+        return ""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    try:
+        found, *_ = HybridCacheController.parse_storage_backend_extra_config(text)
+    except (OSError, ValueError) as error:
+        return f"{text}: {error}"
+    needed = ("backend_name", "module_path", "class_name") if backend == "dynamic" else ()
+    missing = [name for name in needed if name not in found]
+    return f"{text}: a dynamic backend needs {', '.join(missing)}" if missing else ""
+
+
+def _hisparse_config_error(cfg: Any, text_config: Any) -> str:
+    if not cfg.enable_hisparse:
+        return ""
+    from ..hisparse.support import config_error
+
+    topk = getattr(text_config, "index_topk", None)
+    # Other models' HiSparse is not ours.
+    return config_error(cfg.hisparse_config, topk, cfg.page_size) if topk else ""
+
+
+def replaced_flags(server_args: Any, launch_flags: Sequence[str]) -> list[str]:
+    """A line for each flag that was given one value and runs with another, of a *resolved* ``ServerArgs``."""
+    from sglang.srt.arg_groups.arg_utils import record_fields
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    cfg, given = resolving_view(server_args), server_args._raw_input
+    named = {word.partition("=")[0] for word in launch_flags}
+    found = []
+    for name in (field.name for field in record_fields(type(server_args))):
+        flag, asked, runs = f"--{name.replace('_', '-')}", given[name], getattr(cfg, name)
+        if flag in named and asked != runs:
+            found.append(f"{flag} {asked}: SGLang runs with {runs} instead")
+    return found
 
 
 _GATHERED = {
@@ -100,6 +155,8 @@ _GATHERED = {
     "attention_backends",
     "cuda_graph_backend_prefill",
     "speculative_algorithm",
+    "storage_config_error",
+    "hisparse_config_error",
     "enable_decoder_swa_bounded_replay",
     "taken_labels",
 }

@@ -5,6 +5,8 @@ The tables are read like those of ``engage``; SGLang's own checks of ``--enable-
 
 from __future__ import annotations
 
+import json
+
 from ..config import Settings
 from ..engage import (
     ENVIRONMENT_CONDITIONS,
@@ -17,6 +19,46 @@ from ..engage import (
     State,
     violations,
 )
+from .rows import RATIO, HotBuffer, region_rows
+
+
+def config_error(text: str | None, index_topk: int, page_size: int) -> str:
+    """Why HiSparse cannot be built from ``--hisparse-config``, empty if it can.
+
+    SGLang's pools and ours ask the same after the weights are loaded.
+
+    Args:
+        text: the flag's value.
+        index_topk: C4 rows that the model reads in a step.
+        page_size: tokens of a page.
+
+    >>> config_error('{"device_buffer_size": 100}', 512, 256)
+    '--hisparse-config device_buffer_size=100: it is below top_k=2048; raise it or lower top_k'
+    """
+    try:
+        found = json.loads(text) if text is not None else {}
+    except json.JSONDecodeError as error:
+        return f"--hisparse-config {text}: it is no JSON ({error}); correct it"
+    if not isinstance(found, dict):
+        return f"--hisparse-config {text}: it is no JSON object; correct it"
+    # SGLang's own defaults.
+    top_k = found.get("top_k", 2048)
+    buffer = found.get("device_buffer_size", 2 * top_k)
+    for name, value in (("top_k", top_k), ("device_buffer_size", buffer)):
+        if type(value) is not int:
+            return f"--hisparse-config {name}={value!r}: it must be an integer; correct it"
+    if buffer < top_k:
+        return (
+            f"--hisparse-config device_buffer_size={buffer}: it is below top_k={top_k}; "
+            "raise it or lower top_k"
+        )
+    try:
+        HotBuffer(buffer, page_size // RATIO).require(index_topk)
+        region_rows(0, found.get("host_to_device_ratio", 2), page_size // RATIO)
+    except ValueError as error:
+        return str(error)
+    return ""
+
 
 CONDITIONS = (
     *ENVIRONMENT_CONDITIONS,
@@ -36,6 +78,10 @@ OBSTACLES = (
         lambda f: f.speculative_algorithm is None,
         "--speculative-algorithm {speculative_algorithm}: the swap-in has no plan for several positions of a "
         "request; remove the flag",
+    ),
+    Rule(
+        lambda f: not f.hisparse_config_error,
+        "{hisparse_config_error}",
     ),
     Rule(
         lambda f: f.disaggregation_mode == "null",

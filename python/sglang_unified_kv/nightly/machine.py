@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import CHECKPOINT_HOST_GB
+from ..launches import MI355X_ENV, MI355X_HISPARSE, MODEL, TINY_HISPARSE
 from ..reference.plugin import ENV as REFERENCE_ENGINE
-
-MODEL = "deepseek-ai/DeepSeek-V4-Pro"
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,11 @@ class Machine:
 
     Attributes:
         name: as the verdict prints it.
-        env: of every server.
-        flags: of every server.
+        env: of every server, over its line's.
         sizes: how much is sent.
         token_ids: lowest and highest id of random prompts.
         hot_rows: HiSparse's buffer, in rows.
         top_k: C4 rows that a step reads.
-        ratio: HiSparse's ``host_to_device_ratio``.
         most_ranks: ranks of a server at most.
         start_s: seconds that a server may take to start.
         program_s: seconds that a client program may take.
@@ -66,50 +63,19 @@ class Machine:
 
     name: str
     env: dict[str, str]
-    flags: tuple[str, ...]
     sizes: Sizes
     token_ids: tuple[int, int]
     hot_rows: int
     top_k: int
-    ratio: int
     most_ranks: int
     start_s: float
     program_s: float
     reference: bool
 
-    def ranks(self, wanted: int) -> int:
-        return min(wanted, self.most_ranks)
-
 
 MI355X = Machine(
     name="8x MI355X",
-    # SGLang's own nightly environment for this model there, with the unified backend.
-    env={
-        "SGLANG_HACK_FLASHMLA_BACKEND": "unified_kv_triton",
-        "SGLANG_DEFAULT_THINKING": "1",
-        "SGLANG_DSV4_REASONING_EFFORT": "max",
-        "SGLANG_USE_AITER": "1",
-        "SGLANG_USE_ROCM700A": "1",
-        "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "false",
-        "SGLANG_OPT_FP8_WO_A_GEMM": "false",
-        "SGLANG_OPT_USE_JIT_INDEXER_METADATA": "false",
-        "SGLANG_OPT_USE_TOPK_V2": "false",
-        "SGLANG_OPT_USE_AITER_INDEXER": "true",
-        "SGLANG_OPT_USE_TILELANG_INDEXER": "false",
-        "SGLANG_OPT_USE_TILELANG_MHC_PRE": "false",
-        "SGLANG_OPT_USE_TILELANG_MHC_POST": "false",
-        "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",
-        "SGLANG_OPT_USE_MULTI_STREAM_OVERLAP": "false",
-        "SGLANG_ROCM_USE_MULTI_STREAM": "false",
-        "SGLANG_EAGER_INPUT_NO_COPY": "true",
-        "AITER_BF16_FP8_MOE_BOUND": "0",
-    },
-    flags=(
-        *("--trust-remote-code", "--disable-shared-experts-fusion"),
-        *("--reasoning-parser", "deepseek-v4"),
-        *("--mem-fraction-static", "0.90", "--max-running-requests", "256"),
-        *("--cuda-graph-backend-prefill", "disabled"),
-    ),
+    env=MI355X_ENV,
     sizes=Sizes(
         prompt=50_000,
         restart_prompt=2_400,
@@ -125,9 +91,8 @@ MI355X = Machine(
         repeats=3,
     ),
     token_ids=(1_000, 100_000),
-    hot_rows=2_048,
-    top_k=1_024,
-    ratio=2,
+    hot_rows=MI355X_HISPARSE.hot_rows,
+    top_k=MI355X_HISPARSE.top_k,
     most_ranks=8,
     start_s=5_400.0,
     program_s=7_200.0,
@@ -142,11 +107,6 @@ REFERENCE = Machine(
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
     },
-    flags=(
-        *("--device", "cpu", "--enable-fp32-lm-head", "--random-seed", "1", "--skip-server-warmup"),
-        *("--max-running-requests", "8", "--context-length", "8192"),
-        *("--max-total-tokens", "24576"),
-    ),
     sizes=Sizes(
         prompt=1_300,
         restart_prompt=1_300,
@@ -165,9 +125,8 @@ REFERENCE = Machine(
         repeats=1,
     ),
     token_ids=(6, 1_023),
-    hot_rows=512,
-    top_k=512,
-    ratio=3,
+    hot_rows=TINY_HISPARSE.hot_rows,
+    top_k=TINY_HISPARSE.top_k,
     most_ranks=2,
     start_s=900.0,
     program_s=900.0,
