@@ -184,9 +184,8 @@ def shell(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
 def block(command: Sequence[str], env: Mapping[str, str]) -> str:
     """:func:`shell` in lines that a page holds, a flag beside its value.
 
-    >>> print(block(["python", "-m", "server", "--port", "1"], {"A": "1"}))
-    A=1 \\\\
-    python -m server --port 1
+    >>> block(["python", "-m", "server", "--port", "1"], {"A": "1"}).splitlines()
+    ['A=1 \\\\', 'python -m server --port 1']
     """
     variables = _filled([f"{name}={shlex.quote(value)}" for name, value in env.items()], "")
     head = next((i for i, word in enumerate(command) if word.startswith("--")), len(command))
@@ -325,7 +324,7 @@ _LINES = (
         *(*HICACHE, *_ratio(2), *EAGLE),
         # The default is a quarter of what the pages leave, which is too little here.
         env=_EXACT | {CHECKPOINT_HOST_GB: "17"},
-        rank_host_gb=281.7,
+        rank_host_gb=277.4,
     ),
     _nightly(
         *("storage", "as prefill, with the file storage backend", 4, 4),

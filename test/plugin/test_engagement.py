@@ -73,8 +73,8 @@ def test_launch_server_is_refused_with_every_reason_before_anything_is_built(for
     for reason in (
         "SGLANG_DSV4_COMPRESS_STATE_DTYPE=bf16: set it to float32",
         "--hicache-write-policy write_back: set it to write_through",
-        "--hicache-ratio is not given: SGLang then sizes HiCache by --hicache-host-memory-fraction 0.8, which "
-        "it cannot for DeepSeek-V4; give --hicache-ratio (sglang-unified-kv plan says which fits)",
+        "--hicache-ratio is not given: SGLang then sizes HiCache by --hicache-host-memory-fraction 0.8, "
+        "which it cannot for DeepSeek-V4; give --hicache-ratio (sglang-unified-kv plan says which fits)",
         "--hicache-storage-backend simm: not supported, it has no batch_exists_v2, batch_get_v2 and "
         "batch_set_v2, which records travel with; use one of file, nixl, mooncake, dynamic",
         "--enable-lora (--lora-paths sets it) with a storage backend: an adapter is known by its name and "
