@@ -61,7 +61,10 @@ def environment(**values):
 
 @pytest.fixture(scope="session")
 def make_engine(model_path):
-    """``make_engine(stock=, env={...}, model=, **server_args)`` is a context manager with an engine."""
+    """``make_engine(stock=, env={...}, model=, flags=, **server_args)`` is a context manager with an engine.
+
+    With ``flags`` these are all that it gets.
+    """
     from sglang.srt.plugins import load_plugins
     from sglang_unified_kv.reference.harness import InProcessEngine
 
@@ -74,7 +77,10 @@ def make_engine(model_path):
             "SGLANG_UNIFIED_KV_RING_FIXES": "0",
         }
         with environment(**(switch | (env or {}))):
-            options = {"hicache": True, "max_total_tokens": 12288, **server_args}
+            defaults = (
+                {} if "flags" in server_args else {"hicache": True, "max_total_tokens": 12288}
+            )
+            options = defaults | server_args
             try:
                 with InProcessEngine(model, **options) as engine:
                     yield engine

@@ -1,8 +1,8 @@
 """Every launch line that README, docs and the nightly jobs print, as data.
 
 A line has to start as it is printed. Tests ask of each: does SGLang's parser take it, does ``doctor`` say
-that it engages, does its host memory fit (``sglang-unified-kv plan``), and does an engine that is started
-from its flags hit its cache. On a CPU only :data:`REPLACED` may differ, :func:`reduced` does that.
+that it engages, is it what ``sglang-unified-kv plan`` ends with, and does an engine that is started from its
+flags hit its cache. On a CPU only :data:`REPLACED` may differ, :func:`reduced` does that.
 
 No sglang, no torch.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -79,8 +80,6 @@ HBM_GB = 288.0
 """Memory of one MI355X, 1e9 bytes: a cautious figure, the driver reports 309."""
 WEIGHTS_GB = {8: 125.0, 4: 216.0}
 """Weights of one GPU by ranks of tensor parallelism, 1e9 bytes: an assumption."""
-HOST_GB = 2400.0
-"""Host memory that the caches of all ranks may take: 2.4 TB of an assumed host of 3 TB."""
 
 
 @dataclass(frozen=True)
@@ -91,19 +90,19 @@ class Line:
         name: of the line, in :data:`LINES`.
         purpose: what it is for.
         env: its variables.
-        flags: behind ``--model-path``, without host and port.
-        pages: documents that print it.
+        flags: after ``--model-path``, without the host, on a GPU without the port.
         model: what is served.
-        rank_host_gb: host memory that one rank pins, 1e9 bytes, by ``sglang-unified-kv plan``; None where
-            the machine is no MI355X.
+        host_gb: memory of the host that it is planned for, free for the caches of all ranks, 1e9 bytes; None
+            where the machine is no MI355X.
+        rank_host_gb: of it what one rank pins.
     """
 
     name: str
     purpose: str
     flags: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
-    pages: tuple[str, ...] = ()
     model: str = MODEL
+    host_gb: float | None = None
     rank_host_gb: float | None = None
 
     def value(self, flag: str) -> str | None:
@@ -115,7 +114,7 @@ class Line:
         return self.flags[self.flags.index(flag) + 1] if flag in self.flags else None
 
     def size(self, flag: str) -> int:
-        """The value of a parallel size, 1 without it."""
+        """The value of a size, 1 without it."""
         return int(self.value(flag) or 1)
 
     @property
@@ -140,8 +139,18 @@ class Line:
         return "--enable-hisparse" in self.flags
 
     @property
+    def drafts(self) -> bool:
+        return "--speculative-algorithm" in self.flags
+
+    @property
     def command(self) -> list[str]:
         return [*SERVER, "--model-path", self.model, *self.flags]
+
+    def here(self, model: str, port: int) -> list[str]:
+        """The command with this interpreter, another model and another port, for this machine alone."""
+        flags = [word for pair in pairs(self.flags) if pair[0] != "--port" for word in pair]
+        own = ("--model-path", model, "--host", "127.0.0.1", "--port", str(port))
+        return [sys.executable, *SERVER[1:], *flags, *own]
 
     @property
     def doctor(self) -> list[str]:
@@ -226,11 +235,35 @@ def _chunk(tokens: int, dp: int) -> tuple[str, ...]:
 
 HISPARSE_FLAGS = ("--disable-radix-cache", "--enable-hisparse")
 _SIZES = ("--max-running-requests", "1024", *_chunk(8192, 8), "--mem-fraction-static", "0.85")
+_GPU = (*_parallel(8, 8), *ATTENTION, *_SIZES, *EAGER_PREFILL)
 _TINY = (
-    *("--device", "cpu", "--skip-tokenizer-init", "--enable-fp32-lm-head"),
-    *("--attention-backend", "dsv4", "--page-size", "256", "--swa-full-tokens-ratio", "0.1"),
+    *("--device", "cpu", "--skip-tokenizer-init", "--enable-fp32-lm-head", "--port", "30000"),
+    *ATTENTION,
 )
-_TINY_SIZES = ("--chunked-prefill-size", "512", "--max-running-requests", "4")
+_EXACT = {BIT_EXACT_HICACHE: "1"}
+
+
+def _tiny(
+    name: str,
+    purpose: str,
+    *flags: str,
+    ranks: int = 1,
+    tokens: int = 4096,
+    switch: str = BIT_EXACT_HICACHE,
+) -> Line:
+    """A line of the reference engine, which runs as it stands."""
+    return Line(
+        f"tiny {name}",
+        purpose,
+        (
+            *(*_TINY, *(_parallel(ranks, ranks) if ranks > 1 else ()), "--enable-metrics", *flags),
+            *(*_chunk(512, ranks), "--max-total-tokens", str(tokens)),
+            # Divided as well.
+            *("--max-running-requests", str(4 * ranks)),
+        ),
+        REFERENCE_ENGINE | {switch: "1", "OMP_NUM_THREADS": "1"},
+        model="tiny",
+    )
 
 
 def _nightly(
@@ -240,6 +273,7 @@ def _nightly(
     dp: int,
     *flags: str,
     env: dict[str, str],
+    host_gb: float,
     rank_host_gb: float,
 ) -> Line:
     """A line of the nightly jobs: its own flags between those that all of them have."""
@@ -249,105 +283,118 @@ def _nightly(
         purpose,
         (*_parallel(ranks, dp), *common, *flags, *_chunk(8192, dp), *MI355X_FLAGS),
         MI355X_ENV | env,
-        ("scripts/nightly",),
+        host_gb=host_gb,
         rank_host_gb=rank_host_gb,
     )
 
 
-_EXACT = {BIT_EXACT_HICACHE: "1"}
+_NIGHTLY_HISPARSE = (
+    *("--decode-log-interval", "1", *HISPARSE_FLAGS),
+    *("--hisparse-config", MI355X_HISPARSE.config),
+)
+_TINY_HICACHE = ("--enable-cache-report", *HICACHE, *_ratio(4))
 _LINES = (
     Line(
         "hicache",
         "exact reuse with HiCache on 8x MI355X",
-        (*_parallel(8, 8), *ATTENTION, *_SIZES, *EAGER_PREFILL, *REPORTS, *HICACHE, *_ratio(2)),
-        BACKEND | _EXACT,
-        ("README.md", "docs/quickstart.md"),
-        rank_host_gb=249.0,
+        (*_GPU, *REPORTS, *HICACHE, *_ratio(1.43)),
+        BACKEND | _EXACT | {CHECKPOINT_HOST_GB: "10.11"},
+        host_gb=1500.0,
+        rank_host_gb=176.0,
     ),
     Line(
         "everything",
         "EAGLE, HiCache, storage, ring accounting and metrics on 8x MI355X",
-        (
-            *(*_parallel(8, 8), *ATTENTION, *_SIZES, *HICACHE, *_ratio(2), *L3, *EAGLE),
-            *(*EAGER_PREFILL, *REPORTS),
-        ),
-        BACKEND | _EXACT | {RING_FIXES: "1", STORAGE_DIR: "/data/hicache"},
-        ("docs/operating.md",),
-        rank_host_gb=245.3,
+        (*_GPU, *REPORTS, *HICACHE, *_ratio(1.46), *L3, *EAGLE),
+        BACKEND
+        | _EXACT
+        | {RING_FIXES: "1", CHECKPOINT_HOST_GB: "10.28", STORAGE_DIR: "/data/hicache"},
+        host_gb=1500.0,
+        rank_host_gb=176.7,
     ),
     Line(
         "hisparse",
         "HiSparse on 8x MI355X",
         (
-            *(*_parallel(8, 8), *ATTENTION, *_SIZES, *EAGER_PREFILL, "--enable-metrics"),
-            *(*HISPARSE_FLAGS, "--hisparse-config", HiSparse(1024, 4096, 2).config),
+            *(*_GPU, "--enable-metrics", *HISPARSE_FLAGS),
+            *("--hisparse-config", HiSparse(1024, 4096, 2).config),
         ),
         BACKEND | {HISPARSE: "1"},
-        ("docs/hisparse.md",),
+        host_gb=1500.0,
         rank_host_gb=172.1,
     ),
-    Line(
-        "tiny hicache",
-        "exact reuse with HiCache on the reference engine",
-        (
-            *(*_TINY, *REPORTS, *HICACHE, *_ratio(4), *_TINY_SIZES),
-            *("--max-total-tokens", "4096", "--port", "30000"),
-        ),
-        REFERENCE_ENGINE | _EXACT | {"OMP_NUM_THREADS": "1"},
-        ("docs/quickstart.md",),
-        model="tiny",
+    _tiny("hicache", "exact reuse with HiCache on the reference engine", *_TINY_HICACHE),
+    _tiny("eagle", "the same with EAGLE", *_TINY_HICACHE, *EAGLE),
+    _tiny("storage", "the same with storage", *_TINY_HICACHE, *L3),
+    _tiny(
+        *("ranks", "two data-parallel ranks with EAGLE and storage", *_TINY_HICACHE, *L3, *EAGLE),
+        ranks=2,
     ),
-    Line(
-        "tiny hisparse",
-        "HiSparse on the reference engine",
-        (
-            *(
-                *_TINY,
-                "--enable-metrics",
-                *HISPARSE_FLAGS,
-                "--hisparse-config",
-                TINY_HISPARSE.config,
-            ),
-            *(*_TINY_SIZES, "--max-total-tokens", "24576", "--port", "30000"),
-        ),
-        REFERENCE_ENGINE | {HISPARSE: "1", "OMP_NUM_THREADS": "1"},
-        ("docs/hisparse.md",),
-        model="tiny",
+    _tiny(
+        *("hisparse", "HiSparse on the reference engine", *HISPARSE_FLAGS),
+        *("--hisparse-config", TINY_HISPARSE.config),
+        tokens=24576,
+        switch=HISPARSE,
     ),
     _nightly(
-        *("prefill", "exact reuse at TP4 with attention DP4", 4, 4, *HICACHE, *_ratio(4)),
-        env=_EXACT,
-        rank_host_gb=206.0,
+        "prefill",
+        "exact reuse at TP4 with attention DP4",
+        4,
+        4,
+        *HICACHE,
+        *_ratio(4.29),
+        env=_EXACT | {CHECKPOINT_HOST_GB: "10.75"},
+        host_gb=800.0,
+        rank_host_gb=187.2,
     ),
     _nightly(
-        *("decode", "the same at TP8 with attention DP8 and EAGLE", 8, 8),
-        *(*HICACHE, *_ratio(2), *EAGLE),
-        # The default is a quarter of what the pages leave, which is too little here.
-        env=_EXACT | {CHECKPOINT_HOST_GB: "17"},
-        rank_host_gb=277.4,
+        "decode",
+        "the same at TP8 with attention DP8 and EAGLE",
+        8,
+        8,
+        *(*HICACHE, *_ratio(1.27), *EAGLE),
+        env=_EXACT | {CHECKPOINT_HOST_GB: "10.2"},
+        host_gb=1500.0,
+        rank_host_gb=175.5,
     ),
     _nightly(
-        *("storage", "as prefill, with the file storage backend", 4, 4),
-        *(*HICACHE, *_ratio(4), *L3),
-        env=_EXACT,
-        rank_host_gb=206.0,
+        "storage",
+        "as prefill, with the file storage backend",
+        4,
+        4,
+        *(*HICACHE, *_ratio(4.29), *L3),
+        env=_EXACT | {CHECKPOINT_HOST_GB: "10.75"},
+        host_gb=800.0,
+        rank_host_gb=187.2,
     ),
     _nightly(
-        *("radix_only", "as prefill, without HiCache", 4, 4),
-        env={BIT_EXACT_RADIX: "1"},
+        "radix_only",
+        "as prefill, without HiCache",
+        4,
+        4,
+        env={BIT_EXACT_RADIX: "1", CHECKPOINT_HOST_GB: "10.39"},
+        host_gb=800.0,
         rank_host_gb=10.4,
     ),
-    *(
-        _nightly(
-            *(name, f"HiSparse at TP8{more}", 8, dp, "--decode-log-interval", "1"),
-            *(*HISPARSE_FLAGS, "--hisparse-config", MI355X_HISPARSE.config),
-            env={HISPARSE: "1"},
-            rank_host_gb=host,
-        )
-        for name, dp, more, host in (
-            ("hisparse_tp8", 1, "", 185.3),
-            ("hisparse_tp8_dp8", 8, " with attention DP8", 200.6),
-        )
+    _nightly(
+        "hisparse_tp8",
+        "HiSparse at TP8",
+        8,
+        1,
+        *_NIGHTLY_HISPARSE,
+        env={HISPARSE: "1"},
+        host_gb=1800.0,
+        rank_host_gb=185.2,
+    ),
+    _nightly(
+        "hisparse_tp8_dp8",
+        "HiSparse at TP8 with attention DP8",
+        8,
+        8,
+        *_NIGHTLY_HISPARSE,
+        env={HISPARSE: "1"},
+        host_gb=1800.0,
+        rank_host_gb=200.6,
     ),
 )
 LINES = {line.name: line for line in _LINES}
@@ -393,7 +440,7 @@ def reduced(line: Line, ranks: int = 1, dp: int = 1) -> Line:
         return line
     values = TINY_VALUES | {"--chunked-prefill-size": str(TINY_CHUNK * dp)}
     flags: list[str] = []
-    for flag, *value in _pairs(line.flags):
+    for flag, *value in pairs(line.flags):
         if flag in ("--tp-size", "--attn-dp-size", *NO_TINY_FLAGS):
             continue
         flags += (flag, values[flag]) if flag in values else (flag, *value)
@@ -405,14 +452,15 @@ def reduced(line: Line, ranks: int = 1, dp: int = 1) -> Line:
         flags=(*_parallel(ranks, dp), *flags, *TINY_FLAGS),
         env=REFERENCE_ENGINE | env,
         model="tiny",
+        host_gb=None,
         rank_host_gb=None,
     )
 
 
-def _pairs(flags: Sequence[str]) -> list[list[str]]:
+def pairs(flags: Sequence[str]) -> list[list[str]]:
     """Flags with their values.
 
-    >>> _pairs(("--a", "1", "--b"))
+    >>> pairs(("--a", "1", "--b"))
     [['--a', '1'], ['--b']]
     """
     found: list[list[str]] = []

@@ -110,7 +110,8 @@ def engine_of(rank: int, port: int, model: str, *, env: dict[str, str] | None = 
     kept = dict(os.environ)
     os.environ.update(env or {})
     try:
-        with InProcessEngine(model, rank=rank, nccl_port=port, **OPTIONS | options) as engine:
+        defaults = {} if "flags" in options else OPTIONS
+        with InProcessEngine(model, rank=rank, nccl_port=port, **defaults | options) as engine:
             yield engine
     finally:
         os.environ.clear()

@@ -12,14 +12,11 @@ from safetensors.torch import load_file
 from sglang_unified_kv.cli.client import SGLangClient
 from sglang_unified_kv.cli.demo import environment, launch_command
 from sglang_unified_kv.cli.server import ServerProcess, free_port
+from sglang_unified_kv.launches import EAGLE
 from sglang_unified_kv.reference.harness import prompt
 from weight_updates import FILE, GROUP, broadcast, write_other
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-EAGLE = (
-    "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-num-draft-tokens 4 "
-    "--speculative-eagle-topk 1 --disable-cuda-graph"
-)
 # Under a page, and in two chunks of which the first is in the tree or is not.
 LENGTHS = (200, 700)
 
@@ -61,7 +58,7 @@ def models(next_n_path, tmp_path_factory):
 def served(models, tmp_path_factory):
     folder, port = tmp_path_factory.mktemp("served"), free_port()
     env = environment("exact", os.environ, storage=folder / "storage")
-    command = [*launch_command(models[0], port), *EAGLE.split()]
+    command = [*launch_command(models[0], port), *EAGLE]
     with ServerProcess(command, env, folder / "log") as process:
         found = Served(f"http://127.0.0.1:{port}")
         process.wait_until(found.client.healthy, timeout_s=600)

@@ -2,18 +2,27 @@
 
 import doctest
 import json
-import os
 import shlex
 
 import pytest
-from plan_runs import process_state, write_pro
+from plan_runs import run_plan, write_pro
 from sglang_unified_kv import launches
-from sglang_unified_kv.launches import HBM_GB, HOST_GB, LINES, REFERENCE_ENGINE, WEIGHTS_GB, reduced
+from sglang_unified_kv.cli.plan import PRODUCT_SWITCHES
+from sglang_unified_kv.launches import (
+    HBM_GB,
+    LINES,
+    REFERENCE_ENGINE,
+    WEIGHTS_GB,
+    pairs,
+    reduced,
+)
+from sglang_unified_kv.ring.capacity import GB
 
 LINE = pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 ON_GPU = [line for line in LINES.values() if not line.on_reference_engine]
 DOCTOR = "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])"
 SWITCHES = "SGLANG_UNIFIED_KV_"
+BUDGET = "SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"
 
 
 @pytest.fixture(scope="module")
@@ -166,11 +175,16 @@ def test_doctor_says_what_sglang_replaces(more, note, doctor):
     assert report["engages"] and note in report["notes"]
 
 
+def without_values(flags, *names):
+    for name in names:
+        flags = without(flags, name) if name in flags else flags
+    return list(flags)
+
+
 @pytest.fixture(scope="module")
 def every_series():
     """SGLang loads plugins once in a process: with everything requested."""
     from sglang.srt.plugins import load_plugins
-    from sglang_unified_kv.cli.plan import PRODUCT_SWITCHES
 
     with pytest.MonkeyPatch.context() as patch:
         for switch in PRODUCT_SWITCHES:
@@ -179,29 +193,46 @@ def every_series():
 
 
 @pytest.mark.parametrize("line", ON_GPU, ids=lambda line: line.name)
-def test_the_host_memory_of_a_line_fits(line, pro, every_series):
-    """On 8 MI355X and a host of 3 TB, by what sizes the real pools."""
-    from sglang_unified_kv.cli.plan import PRODUCT_SWITCHES, _planner
-    from sglang_unified_kv.ring.capacity import GB, Machine, prompts
-
-    with process_state():
-        for name in [name for name in os.environ if name.startswith(SWITCHES)]:
-            if "REFERENCE" not in name:
-                del os.environ[name]
-        os.environ.update(dict.fromkeys(PRODUCT_SWITCHES, "0") | launches.BACKEND | ours(line))
-        flags = ["--model-path", pro, *line.flags, "--skip-tokenizer-init"]
-        planner, settings, args = _planner(flags)
-        machine = Machine(HBM_GB, WEIGHTS_GB[line.ranks], HOST_GB / line.ranks)
-        sizes = planner.sizes(machine.available(args.mem_fraction_static), machine, settings)
-    assert sizes.host_shortfall == 0
-    assert sum(sizes.host_bytes.values()) / GB == pytest.approx(line.rank_host_gb, abs=0.1)
-    assert line.rank_host_gb * line.ranks < HOST_GB
-    if line.hisparse:
-        return
-    held = prompts(sizes, 50_000, 1_000)
-    # A page without a checkpoint behind it is no hit.
-    assert held["checkpoints"] >= held.get("host pages", 1)
-    assert not line.hicache or held["host pages"] >= held["device tokens"]
+def test_a_line_is_the_one_that_plan_ends_with(line, pro, every_series):
+    """On hosts of 8 MI355X, each rank of a line with its share of the memory that the line names."""
+    budget = {BUDGET: ""} if BUDGET in line.env else {}
+    off = dict.fromkeys(PRODUCT_SWITCHES, "0")
+    flags = without_values(line.flags, "--hicache-ratio")
+    rc, output = run_plan(
+        [
+            *(
+                "plan",
+                "--json",
+                "--hbm-gb",
+                str(HBM_GB),
+                "--weights-gb",
+                str(WEIGHTS_GB[line.ranks]),
+            ),
+            *(
+                "--host-gb",
+                str(line.host_gb),
+                "--",
+                "--model-path",
+                pro,
+                "--skip-tokenizer-init",
+                *flags,
+            ),
+        ],
+        off | line.env | budget,
+    )
+    # An import may warn afterwards.
+    report, _ = json.JSONDecoder().raw_decode(output)
+    assert rc == 0 and not report["warnings"], report["warnings"]
+    words, env = report["launch"]["command"], report["launch"]["env"]
+    assert words[:5] == [*launches.SERVER, "--model-path", pro]
+    planned = without_values(words[5:], "--skip-tokenizer-init")
+    assert sorted(pairs(planned)) == sorted(pairs(line.flags))
+    # The environment of this process stays in the line, and the reference engine's is there by now.
+    asked = {name: value for name, value in line.env.items() if name.startswith("SGLANG_")}
+    assert asked.items() <= env.items()
+    assert {name for name in env if name.startswith(SWITCHES)} == set(ours(line))
+    pinned = sum(report["host_bytes"].values()) / GB
+    assert pinned == pytest.approx(line.rank_host_gb, abs=0.05)
 
 
 def test_only_what_is_listed_is_replaced_on_the_reference_engine(forks, pro):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -179,18 +178,9 @@ def environment(server: str, base: Mapping[str, str], *, storage: Path) -> dict[
 
 def launch_command(model: Path, port: int) -> list[str]:
     """The launch of both servers; they differ in the environment alone."""
-    from .demo_story import POOL_TOKENS, SLOTS
+    from .demo_story import LINE
 
-    flags = f"""
-        --attention-backend dsv4 --page-size 256 --swa-full-tokens-ratio 0.1 --enable-cache-report
-        --enable-hierarchical-cache --hicache-write-policy write_through --hicache-ratio 4
-        --hicache-io-backend direct --hicache-mem-layout layer_first
-        --hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete
-        --device cpu --skip-tokenizer-init --enable-fp32-lm-head --chunked-prefill-size 512 --enable-metrics
-        --max-total-tokens {POOL_TOKENS} --max-running-requests {SLOTS}
-        --host 127.0.0.1 --port {port}
-    """.split()
-    return [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *flags]
+    return LINE.here(str(model), port)
 
 
 def _write_picture(console: Console, cases: Sequence[Case], sglang: str, path: Path) -> None:

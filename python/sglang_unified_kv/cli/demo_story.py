@@ -9,14 +9,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..launches import LINES
 from .client import Generation, SGLangClient
 from .demo_verdict import CACHED_TOKENS, Case, compare
 
-POOL_TOKENS = 4096
-"""Device KV pool (``--max-total-tokens``), 16 pages: 12 for both prompts, and what SGLang wants free
-so that the churn evicts none of them."""
-SLOTS = 4
-"""Request slots (``--max-running-requests``)."""
+LINE = LINES["tiny storage"]
+"""What both servers are launched from. Its device pool has 16 pages: 12 for both prompts, and what SGLang
+wants free so that the churn evicts none of them."""
+SLOTS = LINE.size("--max-running-requests")
 CHURN_TOKENS = 200
 """More than the 128 rows of a window, less than a page: dirties a slot whole, caches nothing."""
 EVICTION_TOKENS = 2304

@@ -169,11 +169,11 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     from ..hisparse import support
 
     report.checks["launch flags"] = []
-    resolved = False
+    server_args: Any = None
     try:
-        server_args = prepare_server_args(launch_flags)
-        server_args.resolve_once()
-        resolved = True
+        parsed = prepare_server_args(launch_flags)
+        parsed.resolve_once()
+        server_args = parsed
         check_server_args(server_args)
     except SystemExit:
         report.checks["launch flags"] = ["SGLang's parser rejects them, see stderr"]
@@ -183,7 +183,7 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
             f"SGLang rejects them: {error}{_hint(error, launch_flags)}",
             "SGLang stops at the first that it rejects: ask again when that is corrected",
         ]
-        if not resolved:
+        if server_args is None:
             return
     report.notes = replaced_flags(server_args, launch_flags)
     facts = facts_of(server_args)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import warnings as python_warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -178,20 +178,20 @@ def plan(
             "--chunked-prefill-size is not given, and SGLang chooses it by the GPU: give your server's, for "
             "checkpoint staging depends on it"
         )
-    line = None
+    report["launch"] = None
     if not report["refusals"]:
-        line = line_of(
+        command, env = line_of(
             environ,
             _switches(settings, choice.sizes, given),
             flags,
             _variables(choice),
             _chosen_flags(choice, given, ranks),
         )
-    report["launch"] = asdict(line) if line else None
+        report["launch"] = {"env": env, "command": command}
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        show(report, line)
+        show(report)
     raise typer.Exit(1 if report["refusals"] else 0)
 
 
@@ -231,7 +231,11 @@ def _planner(flags: list[str]):
             f"--enable-hisparse while {HISPARSE} is off: SGLang refuses it on unified KV"
         )
     validate_hisparse(args)
-    engage.engage(settings, facts_of(args))
+    facts = facts_of(args)
+    if args.hicache_ratio is None and not args.hicache_size:
+        # The plan chooses one.
+        facts = replace(facts, hicache_host_memory_fraction=None)
+    engage.engage(settings, facts)
     check_server_args(args)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     return Planner(args), settings, args

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..launches import block
 from ..ring.capacity import GB
 
 
-def show(report: dict[str, Any], line: object | None) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print a report: the table, what was chosen, warnings, what would be refused, the launch line."""
     table = Table(title="One rank", show_header=False)
     table.add_column("what")
@@ -26,9 +27,9 @@ def show(report: dict[str, Any], line: object | None) -> None:
         console.print(f"[yellow]warning:[/yellow] {escape(text)}")
     for text in report["refusals"]:
         console.print(f"[red]no:[/red] {escape(text)}")
-    if line is not None:
+    if report["launch"]:
         console.print()
-        console.print(str(line), markup=False, soft_wrap=True)
+        console.print(block(**report["launch"]), markup=False, soft_wrap=True)
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, str]]:

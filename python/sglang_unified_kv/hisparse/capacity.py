@@ -85,7 +85,7 @@ class HiSparseSizes:
         Args:
             host_bytes: that the rank may pin.
         """
-        found = []
+        found: list[str] = []
         if self.cold_bytes > host_bytes:
             fitting = tokens_on_host(host_bytes, self.cold_page, self.buffer.page)
             found.append(
@@ -106,7 +106,7 @@ class HiSparseSizes:
         Args:
             requests: that may run.
         """
-        found = []
+        found: list[str] = []
         if self.rows < self.buffer.padded:
             return found
         if (held := self.rows // self.buffer.padded) < requests:

@@ -123,7 +123,7 @@ class InProcessEngine:
         rank: of ``tp_size``. Each rank is an engine in a process of its own, and all take the same
             calls in the same order.
         nccl_port: where the ranks meet.
-        flags: what follows ``python -m sglang.launch_server``, in place of the defaults of this module.
+        flags: as for ``python -m sglang.launch_server``, in place of the defaults of this module.
         server_args: fields of SGLang's ``ServerArgs`` over :data:`DEFAULTS`, or over ``flags``.
 
     Raises:
@@ -154,7 +154,9 @@ class InProcessEngine:
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
 
-        defaults = DEFAULTS if flags is None else _fields_of(flags)
+        defaults = (
+            DEFAULTS if flags is None else _fields_of(["--model-path", str(model_path), *flags])
+        )
         options = {**defaults, **(HICACHE if hicache else {}), **server_args}
         self.server_args = ServerArgs(**options | {"model_path": str(model_path)})
         self.server_args.resolve_once()
