@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -22,6 +24,7 @@ from sglang_unified_kv.edit import Edit, Kind
 from sglang_unified_kv.edits.series import ALL
 from sglang_unified_kv.edits.server_args import add_stride_flag
 from sglang_unified_kv.hisparse import support
+from sglang_unified_kv.launches import LINES, block
 from sglang_unified_kv.metrics import ANY, EXACT, METRICS, Metric
 from sglang_unified_kv.metrics import HISPARSE as HISPARSE_METRICS
 from sglang_unified_kv.reference import plugin as reference
@@ -186,6 +189,10 @@ def _metric(metric: Metric) -> tuple[str, str, str]:
     return f"`{metric.name}`", metric.kind, f"{metric.help}{labels}{ranks}"
 
 
+def fenced(command: Sequence[str], env: Mapping[str, str]) -> str:
+    return f"```bash\n{block(command, env)}\n```"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "environment variables": variables_table,
     "reference engine": reference_engine_table,
@@ -195,26 +202,31 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "conditions": conditions,
     "refusals": refusals,
     "in-tree map": in_tree,
+    **{f"launch {name}": partial(fenced, line.command, line.env) for name, line in LINES.items()},
+    **{f"doctor {name}": partial(fenced, line.doctor, line.env) for name, line in LINES.items()},
+    # Where the page has told the environment before.
+    **{f"command {name}": partial(fenced, line.command, {}) for name, line in LINES.items()},
 }
 
 
 def filled(text: str) -> str:
-    """``text`` with every generated section made anew.
+    """``text`` with every generated section made anew, as deep in the page as its marks are.
 
     Raises:
         KeyError: a section that nobody generates.
     """
-    return re.sub(
-        r"(<!-- generated: (.+?) -->\n).*?(<!-- end of \2 -->)",
-        lambda m: f"{m[1]}\n{SECTIONS[m[2]]()}\n\n{m[3]}",
-        text,
-        flags=re.S,
-    )
+
+    def fill(found: re.Match[str]) -> str:
+        section = f"{found[2]}\n\n{SECTIONS[found[3]]()}\n\n{found[4]}"
+        return textwrap.indent(section, found[1])
+
+    marks = r"^( *)(<!-- generated: (.+?) -->)\n.*?^ *(<!-- end of \3 -->)"
+    return re.sub(marks, fill, text, flags=re.S | re.M)
 
 
 def main(argv: list[str]) -> int:
     stale = []
-    for page in sorted(HERE.glob("*.md")):
+    for page in sorted([*HERE.glob("*.md"), HERE.parent / "README.md"]):
         text = page.read_text()
         fresh = filled(text)
         if fresh != text:

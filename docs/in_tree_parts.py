@@ -61,6 +61,7 @@ _OF_EXACT_REUSE = {
         "*add_cli_args_from_dataclass",
         "*BeamCoordinator*",
         "*ServerArgs.check_server_args",
+        "*handle_hicache_ratio_default",
         "*scheduler:Scheduler.__init__",
         "*pool_configurator:*",
         "*:create_unified_radix_cache",

@@ -308,9 +308,9 @@ _LINES = (
         (*_GPU, *REPORTS, *HICACHE, *_ratio(1.46), *L3, *EAGLE),
         BACKEND
         | _EXACT
-        | {RING_FIXES: "1", CHECKPOINT_HOST_GB: "10.28", STORAGE_DIR: "/data/hicache"},
+        | {RING_FIXES: "1", CHECKPOINT_HOST_GB: "10.23", STORAGE_DIR: "/data/hicache"},
         host_gb=1500.0,
-        rank_host_gb=176.7,
+        rank_host_gb=176.0,
     ),
     Line(
         "hisparse",

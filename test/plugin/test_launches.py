@@ -229,7 +229,7 @@ def test_a_line_is_the_one_that_plan_ends_with(line, pro, every_series):
     assert sorted(pairs(planned)) == sorted(pairs(line.flags))
     # The environment of this process stays in the line, and the reference engine's is there by now.
     asked = {name: value for name, value in line.env.items() if name.startswith("SGLANG_")}
-    assert asked.items() <= env.items()
+    assert {name: env[name] for name in asked} == asked
     assert {name for name in env if name.startswith(SWITCHES)} == set(ours(line))
     pinned = sum(report["host_bytes"].values()) / GB
     assert pinned == pytest.approx(line.rank_host_gb, abs=0.05)
