@@ -197,6 +197,16 @@ def test_a_server_goes_by_the_data_parallel_rank_that_it_was_given(answer):
     assert code == 1 and "- dp0 tp0, dp0 tp1: no attestation" in said
 
 
+def test_a_server_without_a_prefix_cache_is_asked_what_it_runs_alone(answer):
+    url = answer(SCRAPE, disable_radix_cache=True, page_size=256)
+    run = CliRunner().invoke(app, ["check", "--url", url])
+    said = " ".join(run.output.split())
+    assert run.exit_code == 2 and "attestation: 2 of 2 ranks" in said
+    assert "runs with --disable-radix-cache and reuses no prefix" in said
+    assert "give --attest-only to compare what its ranks run" in said
+    assert attest(url)[0] == 0
+
+
 @pytest.mark.parametrize("name", INFO)
 def test_an_answer_that_lacks_a_size_is_no_servers(answer, name):
     code, said = attest(answer(SCRAPE, **{name: None}))

@@ -170,7 +170,13 @@ def _run(console: Console, plan: Plan, url: str, timeout: float) -> Report:
             progress.update(task, description=what, advance=count)
 
         try:
-            page = client.server_info().get("page_size")
+            info = client.server_info()
+            if info.get("disable_radix_cache"):
+                raise ClientError(
+                    f"{url}: runs with --disable-radix-cache and reuses no prefix, so there is nothing to try; "
+                    "give --attest-only to compare what its ranks run"
+                )
+            page = info.get("page_size")
             if page != PAGE_TOKENS:
                 raise ClientError(
                     f"{url}: its page size is {page}, this check is for {PAGE_TOKENS}"
