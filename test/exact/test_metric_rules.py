@@ -344,8 +344,11 @@ def test_slow_storage_holds_slots_and_drops_saves(engine, manager, read, backend
     for seed in range(51, 54):
         engine.run(prompt(seed, 700), 1)
         engine.step()
-    while read("storage_saves_total", outcome="dropped") == dropped:
-        engine.step()
+
+    def more():
+        return read("storage_saves_total", outcome="dropped") > dropped
+
+    engine.step_until(more, 60, "a save that is dropped")
     assert read("storage_slots", direction="save") == RECORDS // 2
     held.go.set()
     engine.drain()
@@ -419,8 +422,9 @@ def usage(read):
 def test_slots_gone_are_told_from_memory_gone(engine, read):
     def until_they_queue(requests, running):
         rids = [engine.submit(*request) for request in requests]
-        while read("sglang:num_running_reqs") < running:
-            engine.step()
+        engine.step_until(
+            lambda: read("sglang:num_running_reqs") >= running, 60, f"{running} running requests"
+        )
         assert read("sglang:num_queue_reqs") == len(requests) - running
         found = read("ring_slots", state="free"), *usage(read)
         for rid in rids:
@@ -446,8 +450,7 @@ def test_slots_in_flight_pinned_and_given_back(engine, manager, read, backend, m
     held = Held(backend.batch_set_v2)
     monkeypatch.setattr(backend, "batch_set_v2", held)
     engine.run(prompt(110, 700), 1)
-    while not held.entered.is_set():
-        engine.step()
+    engine.step_until(held.entered.is_set, 60, "a save under way")
     engine.step()
     assert slots() == [RECORDS - 2, 2, 0] and read("record_pins") == 2
     given_back = read("unpublished_captures_total")
