@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..config import DBG_CHECKSUM, PREFIX
+from ..config import DBG_CHECKSUM
 from ..launches import LINES, STORAGE_DIR, reduced
 from ..launches import shell as shell
+from ..plugin import PREFIX
 from .machine import Machine
 
 
