@@ -1,5 +1,8 @@
 """A few minutes of the fuzzer, and hits of every kind in every tier that it must reach."""
 
+import random
+from dataclasses import replace
+
 import fuzz
 import pytest
 
@@ -55,6 +58,45 @@ def test_random_workloads_resume_exactly(make_engine, next_n_path):
     for setup in BRIEF:
         assert _reached(report, setup.features[0]) == EVERYWHERE, report.lines()
     assert report.faults
+
+
+def test_an_aborted_request_is_judged_by_what_its_cold_run_has(
+    make_engine, next_n_path, tmp_path, monkeypatch
+):
+    """The verify step after the abort goes beyond what was asked for."""
+    ids = tuple(fuzz.prompt(0, 300))
+    with make_engine(model=next_n_path, chunked_prefill_size=512, **fuzz.EAGLE) as engine:
+        book = fuzz.Book(engine, random.Random(0), prompts=0, turns=0)
+        cold = fuzz.cold(engine, ids, fuzz.NEW_TOKENS)
+        before = 1 + sum(cold.accepted[:-1])
+        assert before < fuzz.NEW_TOKENS < before + cold.accepted[-1]
+        trial = fuzz.Trial(engine, fuzz.SETUPS[4], book, fuzz.Report(), 0, tmp_path)
+        rid = engine.submit(ids, fuzz.NEW_TOKENS, return_logprob=True)
+        trial.ids[rid] = ids
+        made = 0
+        while made < before:
+            engine.step()
+            made = sum(len(req.output_ids) for req in engine.scheduler.running_batch.reqs)
+        trial.abort()
+        engine.drain()
+        answer = engine.output(rid)
+        monkeypatch.setattr(engine, "is_done", lambda rid: True)
+        monkeypatch.setattr(engine, "output", lambda rid: answer)
+
+        def judge(expected):
+            book.runs[ids], trial.ids[rid], trial.features[rid] = expected, ids, set()
+            trial.collect()
+
+        assert len(answer.output_ids) > fuzz.NEW_TOKENS == len(cold.output_ids)
+        judge(cold)
+        for name, values in (("output_ids", cold.output_ids), ("logprobs", cold.logprobs)):
+            for index in (0, fuzz.NEW_TOKENS - 1):
+                wrong = [v + 1 if i == index else v for i, v in enumerate(values)]
+                with pytest.raises(AssertionError, match=rid):
+                    judge(replace(cold, **{name: wrong}))
+        trial.aborted.clear()
+        with pytest.raises(AssertionError, match=rid):
+            judge(cold)
 
 
 def _reached(report, feature) -> set[str]:
