@@ -142,6 +142,27 @@ def test_the_rank_says_once_what_is_engaged(served, tmp_path):
     assert psutil.Process(served.process.pid).create_time() <= started <= time.time()
 
 
+def test_a_start_says_what_the_page_explains(served):
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    section = page.partition("\n## A good start, line by line\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"^```text\n(.*?)^```$", section, re.M | re.S)
+    quoted = block.splitlines()
+    explained = re.findall(r"^(\d+)\. ", section, re.M)
+    assert explained == [str(1 + i) for i in range(len(quoted))] and len(quoted) > 10
+    log = served.process.log
+    served.process.wait_until(lambda: quoted[-1] in log.read_text(), timeout_s=60)
+    rest = without_numbers(log.read_text())
+    for line in quoted:
+        pieces = map(re.escape, without_numbers(line).split("..."))
+        found = re.search(rf"^\[[^]]*\] {'.*'.join(pieces)}$", rest, re.M)
+        assert found, line
+        rest = rest[found.end() :]
+
+
+def without_numbers(text):
+    return re.sub(r"\b[0-9a-f]{16,}\b|\d+(\.\d+)*", "#", text)
+
+
 def test_every_metric_is_exported_from_the_start(served):
     exported = set(served.values())
     for metric in METRICS:
@@ -189,8 +210,11 @@ def test_a_known_workload_is_what_is_exported_and_what_answers_report(served):
     # A flush takes nothing back.
     assert served.since(before, counters) == found
     body = {"model": "tiny", "prompt": TEXT, "max_tokens": 2, "temperature": 0}
-    usage = requests.post(f"{served.url}/v1/completions", json=body, timeout=300).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 1024
+    body["return_cached_tokens_details"] = True
+    answer = requests.post(f"{served.url}/v1/completions", json=body, timeout=300).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1024
+    details = {"device": 0, "host": 0, "storage": 1024, "storage_backend": "HiCacheFile"}
+    assert answer["sglext"]["cached_tokens_details"] == details
     found = served.since(before, counters)
     expected = Counter(
         {

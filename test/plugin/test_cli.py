@@ -100,6 +100,7 @@ DOCTOR = "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])"
 REFERENCE = {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1"}
 HICACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
 HISPARSE_ON = {"SGLANG_UNIFIED_KV_HISPARSE": "1"}
+MISSPELT = "SGLANG_UNIFIED_KV_BIT_EXACT_HICAHE"
 
 
 @pytest.fixture
@@ -244,6 +245,11 @@ def test_doctor_gives_every_reason_of_the_settings_and_the_preflight(forks):
     assert "SGLANG_UNIFIED_KV_PROVENANCE='x' is not allowed" in ended.stdout
     assert "check_server_args: already replaced by code in" in ended.stdout
     assert "Exact reuse would not engage here." in ended.stdout
+
+
+def test_doctor_names_a_misspelt_variable_that_is_the_only_switch(doctor):
+    (reason,) = failed(doctor(environ=REFERENCE | {MISSPELT: "1"}, code=1))["settings"]
+    assert reason.startswith(f"{MISSPELT}='1': there is no such variable; did you mean ")
 
 
 def test_doctor_in_words(forks):
