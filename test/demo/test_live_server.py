@@ -250,6 +250,10 @@ def test_a_known_workload_is_what_is_exported_and_what_answers_report(served):
     assert served.cached(TEXT) == {"device": 1024}
     served.client.flush_cache()
     assert served.cached(TEXT) == {"storage": 1024}
+    cleared = requests.post(f"{served.url}/hicache/storage-backend/clear", timeout=300)
+    assert cleared.status_code == 200
+    served.client.flush_cache()
+    assert served.cached(TEXT) == {}
 
 
 def said_by(served):

@@ -143,7 +143,7 @@ def test_clearing_deletes_this_namespace_alone(engine, recorder, oracle, folder)
     kept = {ours[0].parent / "notes.txt"}
     for path in ours:
         own, _, rest = path.name.partition("-")
-        kept |= {path.with_name(f"{own[::-1]}-{rest}"), path.with_name(f"{path.name}-other")}
+        kept |= {path.with_name(f"{own[::-1]}-{rest}"), path.with_name(f"{path.name}_other")}
         kept.add(path.with_name(rest))
     for path in kept:
         path.write_bytes(b"keep")
@@ -152,6 +152,17 @@ def test_clearing_deletes_this_namespace_alone(engine, recorder, oracle, folder)
     assert_hit(recorder.run(oracle.text[:700]), oracle, 0)
     empty_memory(engine)
     assert_hit(recorder.run(oracle.text[:700]), oracle, 512)
+
+
+def test_an_object_store_is_not_cleared(engine, recorder, folder, monkeypatch, caplog):
+    backend = engine.tree.cache_controller.storage_backend._backend
+    ours = files(folder)
+    with monkeypatch.context() as patch:
+        # As with nixl's plugins for object stores.
+        patch.setattr(backend, "file_manager", None)
+        assert not engine.tree.clear_storage_backend()
+    assert files(folder) == ours
+    assert "HiCacheNixl does not tell which objects are this server's" in caplog.text
 
 
 def test_objects_are_whole_units_of_direct_io(engine, stored, direct_io):

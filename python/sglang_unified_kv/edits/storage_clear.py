@@ -79,14 +79,16 @@ def clear_namespace(backend: HiCacheStorage, prefix: str) -> int:
 
     # A subclass may keep its objects elsewhere, under other names.
     if type(backend) is HiCacheFile:
-        name = re.compile(rf"{prefix}[0-9a-f]+(\.({_pools(backend)}))?({_suffixes(backend)})\.bin")
+        pools, served = _words(backend)
+        name = re.compile(rf"{prefix}[0-9a-f]+(\.({pools}))?{served}\.bin")
         try:
             return _delete(_files(backend.file_path, name, deep=False))
         finally:
             _forget(backend, name)
     nixl = sys.modules.get(_NIXL)
     if nixl is not None and type(backend) is nixl.HiCacheNixl and backend.file_manager is not None:
-        name = re.compile(rf"{prefix}[0-9a-f]+({_suffixes(backend)})(_({_pools(backend)})(_\w+)?)?")
+        pools, served = _words(backend)
+        name = re.compile(rf"{prefix}[0-9a-f]+{served}(_({pools}))?")
         bases = backend.file_manager.iter_all_base_dirs()
         return _delete(path for base in bases for path in _files(base, name, deep=True))
     raise ValueError(
@@ -119,13 +121,11 @@ def _forget(backend: HiCacheFile, name: re.Pattern[str]) -> None:
         evictor.abort(key)
 
 
-def _pools(backend: HiCacheStorage) -> str:
-    return "|".join(re.escape(f"{pool}") for pool in backend.registered_pools)
-
-
-def _suffixes(backend: Any) -> str:
-    """The served model name and, of what each rank stores for itself, the rank."""
-    return f"{re.escape(backend.config_suffix)}|{re.escape(backend.tp_config_suffix)}"
+def _words(backend: Any) -> tuple[str, str]:
+    """Patterns of the pool and of the served model in the names of objects."""
+    return "|".join(f"{pool}" for pool in backend.registered_pools), re.escape(
+        backend.config_suffix
+    )
 
 
 def _delete(paths: Iterator[Path]) -> int:
