@@ -123,9 +123,8 @@ def _forget(backend: HiCacheFile, name: re.Pattern[str]) -> None:
 
 def _words(backend: Any) -> tuple[str, str]:
     """Patterns of the pool and of the served model in the names of objects."""
-    return "|".join(f"{pool}" for pool in backend.registered_pools), re.escape(
-        backend.config_suffix
-    )
+    pools = "|".join(f"{pool}" for pool in backend.registered_pools)
+    return pools, re.escape(backend.config_suffix)
 
 
 def _delete(paths: Iterator[Path]) -> int:
