@@ -10,7 +10,9 @@
     server     a live server: its log, its client, programs that ask it
     run        runs a job
     verdict    table, JSON, exit code
+    duration   how long a job is expected to take
+    dry_run    what a job will do, and what ``doctor`` says of its launches
     main       the command line of ``scripts/nightly``
 
-Nothing here imports SGLang before a job runs, so ``--dry-run`` works without it.
+Nothing here imports SGLang before a job runs, so ``--dry-run`` prints its plan without it.
 """

@@ -16,7 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import rules
-from .steps import Place, Step, figure, file_name, nothing_to_compare, yardstick
+from .duration import Work
+from .steps import (
+    AGAIN,
+    OFF,
+    ON,
+    Place,
+    Step,
+    figure,
+    file_name,
+    nothing_to_compare,
+    yardstick,
+)
 from .verdict import Check, Outcome
 
 if TYPE_CHECKING:
@@ -106,6 +117,17 @@ class Benchmark(Step):
         # Another one for each benchmark: the same seed begins with the same prompt.
         return zlib.crc32(self.name.encode()) % 10**6 + repeat
 
+    def work(self, place: Place) -> Work:
+        machine, (prompts, concurrency, output) = place.machine, self.load(place)
+        warm = 2 * place.launch.dp
+        repeats = machine.sizes.repeats
+        steps = machine.steps(prompts, concurrency, output) + machine.steps(warm, warm, output)
+        return Work(
+            programs=repeats,
+            prompt_tokens=repeats * (prompts + warm) * machine.sizes.input,
+            steps=repeats * steps,
+        )
+
     def plan(self, place: Place) -> Iterator[str]:
         for repeat in range(place.machine.sizes.repeats):
             yield f"$ {place.shell(self.command(place, repeat, self._seed(repeat)))}"
@@ -113,9 +135,12 @@ class Benchmark(Step):
             yield "every prompt is answered and some of it is cached; its times are not judged"
             return
         yield f"{100 * self.share - HIT_SHORTFALL:.0f} % of the prompts are cached or more"
-        if place.phase == "on":
+        if place.phase == AGAIN:
             for _, name, limit in self.limits():
-                yield f"{name}: costs less than {limit:.1%} against off, medians of the repeats"
+                yield (
+                    f"{name}: on costs less than {limit:.1%} against the mean of both runs of off, "
+                    "medians of the repeats"
+                )
 
     def run(self, server: Server) -> Iterator[Check]:
         place, runs = server.place, []
@@ -136,11 +161,8 @@ class Benchmark(Step):
             key: statistics.median(run[key] for run in runs) for key in runs[0]
         }
         yield from self._plumbing(place, min(run["completed"] for run in runs), median["hits"])
-        if place.phase == "on":
-            if self.name in server.off:
-                yield from self._costs(place, median, server.off[self.name])
-            else:
-                yield nothing_to_compare(f"{self.name}: cost")
+        if place.phase == AGAIN:
+            yield from self._costs(server, median)
 
     def _plumbing(self, place: Place, completed: float, hits: float) -> Iterator[Check]:
         prompts, *_ = self.load(place)
@@ -149,18 +171,32 @@ class Benchmark(Step):
         ok = completed == prompts and hits > least
         yield yardstick(place.phase, self.name, ok, found, f"all, more than {least:.0f} % cached")
 
-    def _costs(self, place: Place, on: dict[str, float], off: dict[str, float]) -> Iterator[Check]:
+    def _costs(self, server: Server, again: dict[str, float]) -> Iterator[Check]:
+        place, costs = server.place, {}
+        for phase in (OFF, ON):
+            if self.name not in server.earlier.get(phase, {}):
+                yield nothing_to_compare(f"{self.name}: cost", phase)
+                return
+        off, on = (server.earlier[phase][self.name] for phase in (OFF, ON))
         for key, name, limit in self.limits():
-            before, after = (on[key], off[key]) if key == "tpot" else (off[key], on[key])
-            needed = f"costs less than {limit:.1%}"
-            lost = rules.cost(before, after)
-            if lost is None:
+            name, needed = f"{self.name}: {name}", f"costs less than {limit:.1%}"
+            runs = f"{off[key]:.1f} off, {on[key]:.1f} on, {again[key]:.1f} off again"
+            cost = rules.cost(off[key], on[key], again[key], time=key == "tpot")
+            if cost is None:
                 files = place.out / f"*-{file_name(self.name)}-*.jsonl"
-                found = f"{off[key]} off, {on[key]} on: nothing to divide by ({files})"
-                yield Check(f"{self.name}: {name}", Outcome.NOT_RUN, found, needed)
+                found = f"{runs}: nothing to divide by ({files})"
+                yield Check(name, Outcome.NOT_RUN, found, needed)
                 continue
-            found = f"{lost:+.1%} ({off[key]:.1f} off, {on[key]:.1f} on)"
-            yield figure(place.machine, f"{self.name}: {name}", lost < limit, found, needed)
+            costs[key] = cost
+            found = f"{cost.lost:+.1%} ({runs}: {cost.drift:+.1%})"
+            if not cost.steady(limit) and not place.machine.reference:
+                found += (
+                    "; the two runs of off differ by more than the limit, and one of them says no"
+                )
+                yield Check(name, Outcome.NOT_RUN, found, needed)
+                continue
+            yield figure(place.machine, name, cost.lost < limit, found, needed)
+        server.figures[f"{self.name}, against off"] = costs
 
 
 @dataclass(frozen=True)

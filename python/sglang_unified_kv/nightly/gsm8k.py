@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import rules
+from .duration import Work
 from .rules import Score
-from .steps import Place, Step, nothing_to_compare, yardstick
+from .steps import OFF, ON, Place, Step, nothing_to_compare, yardstick
 from .verdict import Check, Outcome, judge
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def accuracy(
     why = "guard" if guard else f"published {published}, less noise"
     name, needed = f"GSM8K {mode}", f"above {least:.3f} ({why})"
     ok = score.share > least
-    if phase == "off":
+    if phase == OFF:
         yield yardstick(phase, name, ok, score, needed)
         return
     yield judge(name, ok, str(score), needed)
@@ -88,16 +89,25 @@ class Gsm8k(Step):
     def _made_set(self, place: Place) -> Path:
         return place.out / f"made-{self.mode}.jsonl"
 
+    def work(self, place: Place) -> Work:
+        machine, sizes = place.machine, place.machine.sizes
+        asked = sizes.questions
+        if machine.reference and place.phase == OFF:
+            # The set is made first; about every second answer has a number.
+            asked *= 3
+        steps = machine.steps(asked, sizes.threads, sizes.usual_answer[self._thinking])
+        return Work(programs=1, prompt_tokens=asked * sizes.example, steps=steps)
+
     def plan(self, place: Place) -> Iterator[str]:
         machine, questions = place.machine, place.machine.sizes.questions
-        if machine.reference and place.phase == "off":
+        if machine.reference and place.phase == OFF:
             yield (
                 f"make a set of {questions} questions whose answers are this server's own cold ones: "
                 f"{self._made_set(place)}"
             )
         yield f"$ {place.shell(self.command(place))}"
         if machine.reference:
-            if place.phase == "on":
+            if place.phase == ON:
                 yield f"all {questions} answers are the cold ones"
             return
         if place.launch.hisparse:
@@ -106,12 +116,12 @@ class Gsm8k(Step):
             published = rules.GSM8K_PUBLISHED[self.mode]
             least = rules.floor(published, questions)
             yield f"score above {least:.3f}: published {published}, less noise (one-sided, 1 %)"
-        if place.phase == "on":
+        if place.phase == ON:
             yield "not below off: one-sided two-proportion z-test, 1 %"
 
     def run(self, server: Server) -> Iterator[Check]:
         place, questions = server.place, server.place.machine.sizes.questions
-        if place.machine.reference and place.phase == "off":
+        if place.machine.reference and place.phase == OFF:
             make_set(server, self._made_set(place), self._thinking)
         code = server.program(self.mode, self.command(place))
         score = score_of(server.program_log(self.mode), questions)
@@ -125,7 +135,7 @@ class Gsm8k(Step):
             yield from accuracy(self.mode, place.phase, score, off, place.launch.hisparse)
             return
         name, needed = f"made set, {self.mode}", "every answer is the cold one"
-        if place.phase == "off":
+        if place.phase == OFF:
             # Stock SGLang's hits need not be exact.
             yield Check(name, Outcome.NOT_JUDGED, str(score), needed)
         else:

@@ -8,11 +8,15 @@ from pathlib import Path
 
 from . import launch
 from .benchmark import Decode, Prefill
+from .duration import Work, total
 from .gsm8k import Gsm8k
 from .launch import Launch
 from .machine import Machine
 from .rules import PREFILL_COST
 from .steps import (
+    AGAIN,
+    OFF,
+    ON,
     Attestation,
     Capacity,
     Determinism,
@@ -31,6 +35,7 @@ class Phase:
 
     Attributes:
         name: ``off`` is stock SGLang; the steps of ``on`` compare with those of the same name in ``off``.
+            ``off-again`` is ``off`` once more: it shows what the machine drifted, and judges what is timed.
     """
 
     name: str
@@ -41,6 +46,10 @@ class Phase:
         url = f"http://127.0.0.1:{port}"
         return Place(machine, self.name, self.launch, url, port, out, data)
 
+    def work(self, place: Place) -> Work:
+        """All that it asks of its server."""
+        return total([Work(starts=1), *(step.work(place) for step in self.steps)])
+
 
 @dataclass(frozen=True)
 class Job:
@@ -49,8 +58,13 @@ class Job:
     phases: tuple[Phase, ...]
 
 
-def _off_and_on(server: Launch, steps: tuple[Step, ...]) -> tuple[Phase, Phase]:
-    return Phase("off", server.off(), steps), Phase("on", server, steps)
+def _off_and_on(
+    server: Launch, steps: tuple[Step, ...], timed: tuple[Step, ...] = ()
+) -> tuple[Phase, ...]:
+    """``off`` and ``on``, and with ``timed`` steps ``off-again`` for these."""
+    stock, asked = server.off(), (*steps, *timed)
+    again = (Phase(AGAIN, stock, timed),) if timed else ()
+    return (Phase(OFF, stock, asked), Phase(ON, server, asked), *again)
 
 
 def _accuracy() -> tuple[Step, ...]:
@@ -59,23 +73,23 @@ def _accuracy() -> tuple[Step, ...]:
 
 def prefill(machine: Machine) -> Job:
     server = launch.prefill(machine)
-    steps = (*_accuracy(), *(Prefill(share) for share in PREFILL_COST))
+    timed = tuple(Prefill(share) for share in PREFILL_COST)
     verify = (Engaged(), SendAgain(6), Determinism())
     return Job(
         "prefill",
         "exact hits at TP4 with attention DP4, GSM8K, and what they cost prefill",
-        (Phase("verify", server.verified(), verify), *_off_and_on(server, steps)),
+        (Phase("verify", server.verified(), verify), *_off_and_on(server, _accuracy(), timed)),
     )
 
 
 def decode(machine: Machine) -> Job:
     server = launch.decode(machine)
-    steps = (*_accuracy(), *(Decode(batch) for batch in machine.sizes.decode))
+    timed = tuple(Decode(batch) for batch in machine.sizes.decode)
     verify = (Engaged(), SendAgain(20), Determinism())
     return Job(
         "decode",
         "exact hits at TP8 with attention DP8 and EAGLE, GSM8K, and what they cost decode",
-        (Phase("verify", server.verified(), verify), *_off_and_on(server, steps)),
+        (Phase("verify", server.verified(), verify), *_off_and_on(server, _accuracy(), timed)),
     )
 
 
@@ -106,7 +120,7 @@ def _hisparse(machine: Machine, name: str, dp: int) -> Job:
     return Job(
         name,
         f"HiSparse on the unified pool at TP8{' with attention DP8' if dp > 1 else ''}: swap-in and GSM8K",
-        (Phase("off", server.off(), steps), Phase("on", server, (*attested, *steps))),
+        (Phase(OFF, server.off(), steps), Phase(ON, server, (*attested, *steps))),
     )
 
 

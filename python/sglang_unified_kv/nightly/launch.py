@@ -13,6 +13,9 @@ from ..launches import shell as shell
 from ..plugin import PREFIX
 from .machine import Machine
 
+DOCTOR_PORT = 30000
+"""Nobody listens on it."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -65,8 +68,21 @@ class Launch:
         return without_sglang(base) | self.variables(out)
 
     def command(self, model: str, port: int | str) -> list[str]:
-        server = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
-        return [*server, *self.flags, "--host", "127.0.0.1", "--port", str(port)]
+        return [sys.executable, "-m", "sglang.launch_server", *self._words(model, port)]
+
+    def doctor(self, model: str, here: bool) -> list[str]:
+        """The command that asks ``doctor`` about this launch.
+
+        Args:
+            here: on its machine; elsewhere the flags alone are checked.
+        """
+        elsewhere = () if here else ("--device", "cpu")
+        doctor = [sys.executable, "-m", "sglang_unified_kv.cli", "doctor", "--json", "--"]
+        return [*doctor, *self._words(model, DOCTOR_PORT), *elsewhere]
+
+    def _words(self, model: str, port: int | str) -> list[str]:
+        address = ("--host", "127.0.0.1", "--port", str(port))
+        return ["--model-path", model, *self.flags, *address]
 
 
 def without_sglang(base: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,10 @@ from pathlib import Path
 from ..config import CHECKPOINT_HOST_GB
 from ..launches import MI355X_ENV, MI355X_HISPARSE, MODEL, TINY_HISPARSE
 from ..reference.plugin import ENV as REFERENCE_ENGINE
+from .duration import Pace
+
+ANSWER_S = 1800.0
+"""Seconds that an answer may take."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,8 @@ class Sizes:
         questions: of GSM8K.
         threads: that ask them.
         answer: most tokens of an answer, without and with thinking.
+        usual_answer: tokens that one is expected to have.
+        example: tokens that a question is expected to have, with the examples before it.
         input: tokens of a benchmark's prompts.
         prefill: prompts and concurrency of the prefill benchmark.
         decode: concurrencies of the decode benchmark; twice as many prompts each.
@@ -37,6 +44,8 @@ class Sizes:
     questions: int
     threads: int
     answer: tuple[int, int]
+    usual_answer: tuple[int, int]
+    example: int
     input: int
     prefill: tuple[int, int]
     decode: tuple[int, ...]
@@ -58,6 +67,9 @@ class Machine:
         most_ranks: ranks of a server at most.
         start_s: seconds that a server may take to start.
         program_s: seconds that a client program may take.
+        pace: what it is expected to need for what is sent.
+        batch: requests that a decode step of that pace computes at most.
+        device: file that is there on such a machine alone; None: any machine will do.
         reference: costs and published scores say nothing here, but answers are equal to the bit.
     """
 
@@ -70,7 +82,19 @@ class Machine:
     most_ranks: int
     start_s: float
     program_s: float
+    pace: Pace
+    batch: int
+    device: Path | None
     reference: bool
+
+    @property
+    def here(self) -> bool:
+        """Whether a job can run on the machine that we are on."""
+        return self.device is None or self.device.exists()
+
+    def steps(self, requests: int, at_once: int, tokens: int) -> int:
+        """Decode steps, one after another, of so many requests with so many output tokens each."""
+        return math.ceil(requests / min(at_once, self.batch)) * tokens
 
 
 MI355X = Machine(
@@ -84,6 +108,8 @@ MI355X = Machine(
         questions=1311,
         threads=128,
         answer=(512, 16_384),
+        usual_answer=(150, 1_500),
+        example=1_000,
         input=50_000,
         prefill=(128, 16),
         decode=(32, 48, 64),
@@ -96,6 +122,14 @@ MI355X = Machine(
     most_ranks=8,
     start_s=5_400.0,
     program_s=7_200.0,
+    # TP4 with attention DP4, stock SGLang: 31.4k/s with 80 % cached, and 96.8 ms with 64 requests.
+    pace=Pace(
+        *(1_200.0, 60.0, 31_400.0, 0.0968),
+        source="prompt tokens and steps as published of stock SGLang (docs/nightly.md), with at most 64 "
+        "requests in a step; starts and the length of answers are assumed: no MI355X has run a job yet",
+    ),
+    batch=64,
+    device=Path("/dev/kfd"),
     reference=False,
 )
 
@@ -118,6 +152,8 @@ REFERENCE = Machine(
         questions=4,
         threads=1,
         answer=(12, 12),
+        usual_answer=(12, 12),
+        example=1_500,
         input=1_000,
         prefill=(6, 2),
         decode=(2,),
@@ -130,6 +166,9 @@ REFERENCE = Machine(
     most_ranks=2,
     start_s=900.0,
     program_s=900.0,
+    pace=Pace(*(30.0, 15.0, 500.0, 0.05), source="measured on 2 cores"),
+    batch=1,
+    device=None,
     reference=True,
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +12,8 @@ from rich.markup import escape
 
 from ..cli.extra import require_extra
 from ..cli.signals import signals_unwind
+from . import dry_run as dry
 from .jobs import JOBS, Job
-from .launch import shell
 from .machine import MI355X, REFERENCE, Machine, default_model, write_model
 from .verdict import Check, Outcome, Verdict
 
@@ -28,7 +28,10 @@ def command(name: str) -> Callable[..., None]:
 
     def job(
         dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Print the plan and start nothing.")
+            bool,
+            typer.Option(
+                "--dry-run", help="Print the plan, ask doctor about every launch, start nothing."
+            ),
         ] = False,
         reference: Annotated[
             bool,
@@ -49,7 +52,10 @@ def command(name: str) -> Callable[..., None]:
             typer.Option(metavar="FILE", help="GSM8K's test.jsonl. Default: fetched."),
         ] = None,
     ) -> None:
-        """Exit code 0: passed. 1: failed. 2: could not run."""
+        """Exit code 0: passed. 1: failed. 2: could not run.
+
+        With --dry-run 0: every launch would start. 1: doctor refuses one. 2: it could not be asked.
+        """
         machine = REFERENCE if reference else MI355X
         out = (out or Path(f"nightly-{name}")).absolute()
         served = model or default_model(machine)
@@ -57,9 +63,7 @@ def command(name: str) -> Callable[..., None]:
         plan = JOBS[name](machine)
         console = Console(highlight=False)
         if dry_run:
-            for line in lines(plan, machine, served or str(out / "model"), data, out):
-                console.print(line, markup=False, soft_wrap=True)
-            return
+            raise typer.Exit(dry.run(console, plan, machine, served, data, out))
         require_extra(console, "requests", "sglang")
         raise typer.Exit(_run(console, plan, machine, served, data, out))
 
@@ -67,20 +71,6 @@ def command(name: str) -> Callable[..., None]:
         f"{JOBS[name](MI355X).purpose[0].upper()}{JOBS[name](MI355X).purpose[1:]}.\n\n{job.__doc__}"
     )
     return job
-
-
-def lines(job: Job, machine: Machine, model: str, data: str | None, out: Path) -> Iterator[str]:
-    """The plan of a job: commands with their environment, what is checked, and the thresholds."""
-    yield f"{job.name} on {machine.name}: {job.purpose}"
-    for phase in job.phases:
-        place = phase.place(machine, out, data, "PORT")
-        yield f"\nphase {phase.name}"
-        launch = phase.launch
-        yield f"  $ {shell(launch.command(model, 'PORT'), launch.variables(out))}"
-        yield f"  healthy within {machine.start_s:.0f} s"
-        for step in phase.steps:
-            yield from (f"  {line}" for line in step.plan(place))
-    yield f"\nlogs and verdict.json: {out}"
 
 
 def _run(

@@ -193,10 +193,41 @@ def floor(published: float, questions: int) -> float:
     return published - ONE_PERCENT * math.sqrt(published * (1 - published) / questions)
 
 
-def cost(off: float, on: float) -> float | None:
-    """Share by which a rate falls (for a time: give them exchanged); None where ``off`` is no rate.
+@dataclass(frozen=True)
+class Cost:
+    """What ``on`` loses against ``off``, which ran before it and after it.
 
-    >>> round(cost(100.0, 95.0), 3)
-    0.05
+    Attributes:
+        lost: share lost against the mean of both. A drift that is steady cancels out of it.
+        against: share lost against each of the two.
+        drift: how far the second run of ``off`` is above the first, as a share of it.
     """
-    return 1 - on / off if off > 0 else None
+
+    lost: float
+    against: tuple[float, float]
+    drift: float
+
+    def steady(self, limit: float) -> bool:
+        """Whether a verdict can be had: either run of ``off`` gives the same one, or they are close."""
+        first, second = (lost < limit for lost in self.against)
+        return first == second or abs(self.drift) <= limit
+
+
+def cost(off: float, on: float, again: float, time: bool = False) -> Cost | None:
+    """The cost of a rate, or of a time; None where there is nothing to divide by.
+
+    Args:
+        off, on, again: figures of ``off``, of ``on`` and of ``off`` once more.
+        time: lower is better. What counts is then the share by which its inverse falls.
+
+    >>> found = cost(100.0, 95.0, 98.0)
+    >>> [round(lost, 3) for lost in (found.lost, *found.against, found.drift)]
+    [0.04, 0.05, 0.031, -0.02]
+    """
+    if min(off, again) <= 0 or (time and on <= 0):
+        return None
+
+    def lost(yardstick: float) -> float:
+        return 1 - (yardstick / on if time else on / yardstick)
+
+    return Cost(lost((off + again) / 2), (lost(off), lost(again)), again / off - 1)

@@ -54,11 +54,11 @@ def _run(
 ) -> bool:
     """Run one phase; whether it came to its end."""
     place = phase.place(machine, out, data, str(free_port()))
-    off = verdict.figures.get("off", {})
+    earlier = dict(verdict.figures)
     log = out / f"{phase.name}.log"
     whole = True
     try:
-        with serve(place, model, off, say) as server:
+        with serve(place, model, earlier, say) as server:
             verdict.figures[phase.name] = server.figures
             _ask(phase, server, verdict)
     except (ClientError, ServerFailed) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ from typing import Any
 from ..cli.client import Generation, SGLangClient
 from ..cli.server import ServerFailed, ServerProcess
 from .launch import without_sglang
-from .steps import Place, file_name
-
-ANSWER_S = 1800.0
+from .machine import ANSWER_S
+from .steps import OFF, Place, file_name
 
 
 class Server:
@@ -24,7 +23,7 @@ class Server:
         place: machine, launch, addresses, output folder.
         client: of its HTTP API.
         figures: what was measured here.
-        off: what was measured on stock SGLang.
+        earlier: what was measured in the phases before, by their names.
         sent: prompt and first answer of the prompt that was sent again and again.
     """
 
@@ -33,17 +32,22 @@ class Server:
         place: Place,
         client: SGLangClient,
         process: ServerProcess,
-        off: dict[str, Any],
+        earlier: Mapping[str, dict[str, Any]],
         say: Callable[[str], None],
     ) -> None:
         self.place = place
         self.client = client
         self.figures: dict[str, Any] = {}
-        self.off = off
+        self.earlier = earlier
         self.sent: tuple[list[int], Generation]
         self._process = process
         self._say = say
         self._started = 0
+
+    @property
+    def off(self) -> dict[str, Any]:
+        """What was measured on stock SGLang."""
+        return self.earlier.get(OFF, {})
 
     def wait_until_healthy(self) -> None:
         """
@@ -109,7 +113,10 @@ class Server:
 
 @contextmanager
 def serve(
-    place: Place, model: str, off: dict[str, Any], say: Callable[[str], None]
+    place: Place,
+    model: str,
+    earlier: Mapping[str, dict[str, Any]],
+    say: Callable[[str], None],
 ) -> Iterator[Server]:
     """The server of a phase, healthy; it ends with the block.
 
@@ -124,6 +131,6 @@ def serve(
         closing(SGLangClient(place.url, timeout_s=ANSWER_S)) as client,
     ):
         say(f"{place.phase}: sglang.launch_server is process {process.pid}, log {log}")
-        server = Server(place, client, process, off, say)
+        server = Server(place, client, process, earlier, say)
         server.wait_until_healthy()
         yield server

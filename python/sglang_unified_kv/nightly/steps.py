@@ -8,12 +8,14 @@ import re
 import secrets
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..cli.determinism import PREFIX_TOKENS, Plan
 from . import rules
+from .duration import Work
 from .launch import Launch, shell
 from .machine import Machine
 from .verdict import Check, Outcome, judge
@@ -22,8 +24,13 @@ if TYPE_CHECKING:
     from ..cli.client import Generation
     from .server import Server
 
+OFF, ON, AGAIN = "off", "on", "off-again"
+"""Phases: stock SGLang, ours, and where speed is compared stock SGLang once more."""
+STOCK = (OFF, AGAIN)
 PASSCODE = "K9-TANGO-2306"
 NEW_TOKENS = 16
+CHARACTERS = 4
+"""Of a token of English, about."""
 
 
 def file_name(text: str) -> str:
@@ -46,6 +53,11 @@ class Place(NamedTuple):
     out: Path
     data: str | None
 
+    @property
+    def stock(self) -> bool:
+        """Whether none of our features is on."""
+        return self.phase in STOCK
+
     def shell(self, command: list[str]) -> str:
         """A client program's line."""
         return shell(command)
@@ -57,6 +69,10 @@ class Step(ABC):
     @abstractmethod
     def plan(self, place: Place) -> Iterator[str]:
         """What :meth:`run` will do, a line each; a line that starts with ``$`` is a command."""
+
+    def work(self, place: Place) -> Work:
+        """What it asks of the server, for the time that it is expected to take."""
+        return Work()
 
     @abstractmethod
     def run(self, server: Server) -> Iterator[Check]:
@@ -90,6 +106,10 @@ class SendAgain(Step):
     def tokens(self, machine: Machine) -> int:
         sizes = machine.sizes
         return sizes.restart_prompt if self.restart_prompt else sizes.prompt
+
+    def work(self, place: Place) -> Work:
+        prompts = self.times * self.tokens(place.machine)
+        return Work(prompt_tokens=prompts, steps=self.times * NEW_TOKENS)
 
     def plan(self, place: Place) -> Iterator[str]:
         tokens = self.tokens(place.machine)
@@ -152,6 +172,10 @@ def _log_checks(log: str) -> Iterator[Check]:
 class Restart(Step):
     """The server ends and starts again: the first request finds its prefix in storage alone."""
 
+    def work(self, place: Place) -> Work:
+        tokens = place.machine.sizes.restart_prompt
+        return Work(starts=1, prompt_tokens=tokens, steps=NEW_TOKENS)
+
     def plan(self, place: Place) -> Iterator[str]:
         deepest = rules.boundary(place.machine.sizes.restart_prompt)
         yield "wait until everything is stored (/flush_cache), end the server, start it again"
@@ -193,6 +217,17 @@ class Determinism(Step):
     def _report(self, place: Place) -> Path:
         return place.out / f"{place.phase}-check.json"
 
+    def work(self, place: Place) -> Work:
+        sent = _sent_by_check(place.machine.sizes.check)
+        again = len(sent.tails) * (1 + sent.rounds)
+        others = len(sent.tails) * sent.churn
+        repeated = (1 + sent.rounds) * sum(PREFIX_TOKENS + tail for tail in sent.tails)
+        return Work(
+            programs=1,
+            prompt_tokens=repeated + others * sent.churn_tokens,
+            steps=again * sent.output_tokens + others,
+        )
+
     def plan(self, place: Place) -> Iterator[str]:
         yield f"$ {place.shell(self.command(place))}"
         if place.machine.reference:
@@ -216,6 +251,27 @@ class Determinism(Step):
         yield from _equal(place.machine, "answers of check as the cold ones", total - unlike, total)
 
 
+def _sent_by_check(options: Sequence[str]) -> Plan:
+    """The plan of ``sglang-unified-kv check`` with these options, one request at a time.
+
+    >>> _sent_by_check(("--tails", "32,64", "--rounds", "4", "--batch", "1")).tails
+    (32, 64)
+    """
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    plan = Plan()
+
+    def number(flag: str, default: int) -> int:
+        return int(given.get(flag, default))
+
+    return Plan(
+        tails=tuple(map(int, given["--tails"].split(","))) if "--tails" in given else plan.tails,
+        rounds=number("--rounds", plan.rounds),
+        churn=number("--churn", plan.churn),
+        churn_tokens=number("--churn-tokens", plan.churn_tokens),
+        output_tokens=number("--output-tokens", plan.output_tokens),
+    )
+
+
 def _check_of(place: Place) -> list[str]:
     return [sys.executable, "-m", "sglang_unified_kv.cli", "check", "--url", place.url]
 
@@ -231,6 +287,9 @@ class Attestation(Step):
 
     def command(self, place: Place) -> list[str]:
         return [*_check_of(place), "--attest-only"]
+
+    def work(self, place: Place) -> Work:
+        return Work(programs=1)
 
     def plan(self, place: Place) -> Iterator[str]:
         yield f"$ {place.shell(self.command(place))}"
@@ -248,13 +307,13 @@ class Capacity(Step):
 
     def plan(self, place: Place) -> Iterator[str]:
         yield "read max_total_num_tokens from /server_info"
-        if place.phase == "on":
+        if place.phase == ON:
             yield f"at least {rules.CAPACITY_GAIN} times that of off{_unjudged(place.machine)}"
 
     def run(self, server: Server) -> Iterator[Check]:
         tokens = server.client.server_info()["max_total_num_tokens"]
         server.figures["full_tokens"] = tokens
-        if server.place.phase == "on":
+        if server.place.phase == ON:
             gain = tokens / server.off["full_tokens"]
             needed = f"at least {rules.CAPACITY_GAIN}"
             yield figure(
@@ -275,14 +334,14 @@ def figure(machine: Machine, name: str, ok: bool, found: str, needed: str) -> Ch
 
 def yardstick(phase: str, name: str, ok: bool, found: object, needed: str) -> Check:
     """A check that fails the job where our code ran; stock SGLang that falls short is no yardstick."""
-    if phase == "off" and not ok:
+    if phase in STOCK and not ok:
         return Check(name, Outcome.NOT_RUN, str(found), needed)
     return judge(name, ok, found, needed)
 
 
-def nothing_to_compare(name: str) -> Check:
-    """A check of ``on`` whose counterpart of ``off`` is missing."""
-    return Check(name, Outcome.NOT_RUN, "off has no such figure", "a figure of off")
+def nothing_to_compare(name: str, phase: str = OFF) -> Check:
+    """A check whose counterpart of another phase is missing."""
+    return Check(name, Outcome.NOT_RUN, f"{phase} has no such figure", f"a figure of {phase}")
 
 
 @dataclass(frozen=True)
@@ -300,10 +359,19 @@ class Recall(Step):
             "What is the passcode? Answer with the passcode alone."
         )
 
+    def tokens(self, machine: Machine) -> int:
+        """Most tokens of an answer."""
+        return NEW_TOKENS if machine.reference else self.new_tokens * 4
+
+    def work(self, place: Place) -> Work:
+        machine = place.machine
+        prompt = len(self.text(machine)) // CHARACTERS
+        return Work(prompt_tokens=prompt, steps=self.tokens(machine))
+
     def plan(self, place: Place) -> Iterator[str]:
         machine = place.machine
         yield f"ask for a passcode at the top of a prompt of {len(self.text(machine))} characters"
-        if place.phase == "off":
+        if place.phase == OFF:
             return
         yield (
             "the answer is that of off"
@@ -318,10 +386,10 @@ class Recall(Step):
 
     def run(self, server: Server) -> Iterator[Check]:
         machine, start = server.place.machine, server.log_size()
-        tokens = NEW_TOKENS if machine.reference else self.new_tokens * 4
+        tokens = self.tokens(machine)
         answer = server.client.chat(self.text(machine), max_tokens=tokens)
         server.figures["recall"] = answer._asdict()
-        if server.place.phase == "off":
+        if server.place.phase == OFF:
             return
         if machine.reference:
             off = server.off["recall"]["text"]

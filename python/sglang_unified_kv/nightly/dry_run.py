@@ -1,0 +1,185 @@
+"""``--dry-run``: what a job will do, its time, its host memory, and what ``doctor`` says of each launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from ..cli.signals import signals_unwind
+from ..ring.capacity import GB, HOST_RESERVE
+from .duration import clock, reasons, seconds, total
+from .jobs import Job
+from .launch import Launch, shell
+from .machine import ANSWER_S, Machine, write_model
+from .steps import STOCK
+
+DOCTOR_S = 900.0
+RESERVE_GB = HOST_RESERVE / GB
+NEEDS_CONFIG = (
+    "it reads {model}'s config.json, from the cache of Hugging Face or from the network. Where neither "
+    "has it, give --model DIR; `sglang-unified-kv plan --write-config DIR` writes a stand-in for Pro's"
+)
+
+
+def run(
+    console: Console, job: Job, machine: Machine, model: str | None, data: str | None, out: Path
+) -> int:
+    """Print the plan and what doctor says; start nothing and write nothing.
+
+    Returns:
+        0: every launch would start. 1: doctor refuses one. 2: doctor could not be asked.
+    """
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    for line in lines(job, machine, model or str(out / "model"), data, out):
+        say(line)
+    say("\ndoctor")
+    if find_spec("sglang") is None:
+        say("  not asked: SGLang is not installed here, and nobody else knows its flags")
+        return 2
+    if not machine.here:
+        say(
+            f"  no {machine.device} here: asked with --device cpu, which checks the flags alone, as for ROCm"
+        )
+    if model and not Path(model, "config.json").is_file():
+        say(f"  {NEEDS_CONFIG.format(model=model)}")
+    refused = []
+    with signals_unwind(), tempfile.TemporaryDirectory() as folder:
+        asked = model or str(write_model(Path(folder) / "model"))
+        for opinion in opinions(job, machine, asked, out):
+            say(f"  {opinion.phase}: {opinion}")
+            refused += [opinion.phase] if opinion.reasons else []
+    if refused:
+        say(f"\ndoctor refuses {len(refused)} of {len(job.phases)} launches: {', '.join(refused)}")
+    return 1 if refused else 0
+
+
+def lines(job: Job, machine: Machine, model: str, data: str | None, out: Path) -> Iterator[str]:
+    """The plan: commands with their environment, what is checked, thresholds, time and host memory."""
+    yield f"{job.name} on {machine.name}: {job.purpose}"
+    works, free = [], free_host_gb()
+    for phase in job.phases:
+        place = phase.place(machine, out, data, "PORT")
+        work = phase.work(place)
+        works.append(work)
+        yield f"\nphase {phase.name}"
+        launch = phase.launch
+        yield f"  $ {shell(launch.command(model, 'PORT'), launch.variables(out))}"
+        yield f"  healthy within {machine.start_s:.0f} s"
+        yield from (f"  {line}" for line in host_memory(launch, free))
+        yield f"  expected: {clock(seconds(work, machine.pace))}"
+        for step in phase.steps:
+            yield from (f"  {line}" for line in step.plan(place))
+    work = total(works)
+    yield f"\nexpected: {clock(seconds(work, machine.pace))}"
+    yield f"  {reasons(work, machine.pace)}"
+    yield f"  {machine.pace.source}"
+    yield (
+        f"  given up: a server that is not healthy after {machine.start_s:.0f} s, a client program after "
+        f"{machine.program_s:.0f} s, an answer after {ANSWER_S:.0f} s"
+    )
+    yield f"\nlogs and verdict.json: {out}"
+
+
+def free_host_gb() -> float:
+    """Host memory that is free for a new process, 1e9 bytes, as the kernel estimates it."""
+    rows = dict(row.split(":") for row in Path("/proc/meminfo").read_text().splitlines())
+    return int(rows["MemAvailable"].split()[0]) * 1024 / GB
+
+
+def host_memory(launch: Launch, free_gb: float) -> Iterator[str]:
+    """What a launch pins on its host, and a warning where ``free_gb`` (1e9 bytes) is too little."""
+    if launch.rank_host_gb is None:
+        yield "host memory: not planned, the caches are small"
+        return
+    need = launch.ranks * launch.rank_host_gb
+    yield (
+        f"host memory: {need:.0f} GB pinned at most ({launch.ranks} ranks of {launch.rank_host_gb:g} GB, by "
+        "`sglang-unified-kv plan`)"
+    )
+    if need and need + RESERVE_GB > free_gb:
+        yield (
+            f"warning: this host has {free_gb:.0f} GB free, of which SGLang leaves {RESERVE_GB:.1f} GB "
+            "alone: too little"
+        )
+
+
+class Opinion(NamedTuple):
+    """What doctor says of a launch.
+
+    Attributes:
+        phase: of the job.
+        verdict: in words.
+        reasons: why it would not start as it should; none if it would.
+    """
+
+    phase: str
+    verdict: str
+    reasons: list[str]
+
+    def __str__(self) -> str:
+        return "\n    - ".join([self.verdict, *self.reasons])
+
+
+def opinions(job: Job, machine: Machine, model: str, out: Path) -> Iterator[Opinion]:
+    """Ask doctor about every launch, in its environment; launches that are alike once."""
+    said: dict[str, dict[str, Any]] = {}
+    for phase in job.phases:
+        command = phase.launch.doctor(model, machine.here)
+        line = shell(command, phase.launch.variables(out))
+        if line not in said:
+            said[line] = _ask(command, phase.launch.environment(os.environ, out))
+        yield opinion(phase.name, said[line])
+
+
+def _ask(command: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
+    """Doctor's report."""
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DOCTOR_S,
+        )
+    except subprocess.TimeoutExpired:
+        return {"checks": {"doctor": [f"no answer within {DOCTOR_S:.0f} s"]}}
+    last = done.stderr.strip().splitlines()[-1:]
+    try:
+        report: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        reason = " ".join([f"it ended with exit code {done.returncode}:", *last])
+        return {"checks": {"doctor": [reason]}}
+    for found in report["checks"].values():
+        if any("stderr" in reason for reason in found):
+            found += last
+    return report
+
+
+def opinion(phase: str, report: Mapping[str, Any]) -> Opinion:
+    """Judge a report: ours has to engage; of stock SGLang, whether it takes the flags and we stay out."""
+    checks: Mapping[str, list[str]] = report["checks"]
+    stock = phase in STOCK
+    if stock and "launch flags" in checks:
+        why = list(checks["launch flags"])
+        if not checks["requested"]:
+            why.append("the environment turns one of our features on")
+    else:
+        why = [f"{name}: {reason}" for name, found in checks.items() for reason in found]
+    if why:
+        return Opinion(phase, "refused", why)
+    if stock:
+        return Opinion(phase, "stock SGLang takes the flags", [])
+    where = "here" if report["platform_checked"] else "on ROCm; the machine was not checked"
+    return Opinion(phase, f"{report['feature']} would engage {where}", [])
