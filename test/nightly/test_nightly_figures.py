@@ -11,7 +11,7 @@ from sglang_unified_kv.nightly.jobs import Job, Phase
 from sglang_unified_kv.nightly.launch import Launch
 from sglang_unified_kv.nightly.machine import MI355X, REFERENCE
 from sglang_unified_kv.nightly.run import run
-from sglang_unified_kv.nightly.steps import Capacity, Determinism, Recall
+from sglang_unified_kv.nightly.steps import AGAIN, OFF, ON, Capacity, Determinism, Recall
 from sglang_unified_kv.nightly.verdict import Outcome, Verdict
 
 SERVER = Path(__file__).with_name("faulty_server.py")
@@ -27,21 +27,33 @@ class Stub(Launch):
         return [sys.executable, str(SERVER), self.fault, "--port", str(port)]
 
 
-def judged(step, out, machine=MI355X, faults=("cold", "cold")):
-    """Outcomes of ``off`` and of ``on`` by check, without those of the log."""
+def checked(step, out, machine=MI355X, faults=("cold", "cold")):
+    """Checks by phase and name, without those of the log; with a third fault ``off`` runs again."""
     phases = [
         Phase(name, Stub(flags=(), fault=fault), (step,))
-        for name, fault in zip(("off", "on"), faults, strict=True)
+        for name, fault in zip((OFF, ON, AGAIN), faults, strict=False)
     ]
     verdict = Verdict("job", machine.name)
     job = Job("job", "", tuple(phases))
     run(job, machine, "model", None, out, lambda text: None, verdict)
     verdict.write(out / "verdict.json")
-    found = {"off": {}, "on": {}}
+    found = {phase.name: {} for phase in phases}
     for phase, check in verdict.checks:
         if not check.name.startswith("log "):
-            found[phase][check.name] = check.outcome
-    return found["off"], found["on"]
+            found[phase][check.name] = check
+    return list(found.values())
+
+
+def judged(*asked, **how):
+    """Outcomes of :func:`checked`."""
+    return tuple(
+        {name: check.outcome for name, check in checks.items()} for checks in checked(*asked, **how)
+    )
+
+
+def timed(*asked):
+    """:func:`judged` for a benchmark: ``off``, ``on``, and what ``off`` once more says of both."""
+    return judged(*asked, faults=("cold", "cold", "cold"))
 
 
 def printing(text):
@@ -116,11 +128,11 @@ class Decoded(benchmark.Decode):
     results: tuple[tuple[dict, ...], tuple[dict, ...]] = ()
 
     def command(self, place, repeat, seed):
-        results = self.results[place.phase == "on"]
+        results = self.results[place.phase == ON]
         return writing(self._results(place, repeat), results[repeat])
 
 
-OFF = tuple(result(100, 400, tpot) for tpot in (60.0, 70.0, 90.0))
+STOCK = tuple(result(100, 400, tpot) for tpot in (60.0, 70.0, 90.0))
 TIME, OUTPUT = "decode batch 32: time per output token", "decode batch 32: output tokens per second"
 
 
@@ -134,7 +146,8 @@ TIME, OUTPUT = "decode batch 32: time per output token", "decode batch 32: outpu
 )
 def test_decode_costs(tpots, output, time_outcome, output_outcome, tmp_path):
     on = tuple(result(100, output, tpot) for tpot in tpots)
-    _, found = judged(Decoded(32, results=(OFF, on)), tmp_path)
+    _, on, found = timed(Decoded(32, results=(STOCK, on)), tmp_path)
+    assert on == {"decode batch 32": PASSED}
     assert found == {"decode batch 32": PASSED, TIME: time_outcome, OUTPUT: output_outcome}
 
 
@@ -142,11 +155,12 @@ def test_decode_costs(tpots, output, time_outcome, output_outcome, tmp_path):
 class Prefilled(benchmark.Prefill):
     off: float = 100.0
     on: float = 100.0
+    again: float = 100.0
     hits: float = 60.0
     completed: int = 128
 
     def command(self, place, repeat, seed):
-        rate = self.on if place.phase == "on" else self.off
+        rate = {OFF: self.off, ON: self.on, AGAIN: self.again}[place.phase]
         return writing(self._results(place, repeat), result(rate, 1, 0, self.hits, self.completed))
 
 
@@ -156,38 +170,76 @@ class Prefilled(benchmark.Prefill):
 )
 def test_prefill_costs(cached, on, outcome, tmp_path):
     step = Prefilled(cached, on=on, hits=100 * cached)
-    _, found = judged(step, tmp_path)
+    _, _, found = timed(step, tmp_path)
     assert found == {
         step.name: PASSED,
         f"{step.name}: prompt tokens per second": outcome,
     }
 
 
+RATE = "prefill 60% cached: prompt tokens per second"
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "again", "outcome"),
+    [
+        # Against the first run alone it would pass, against the mean it fails, and the other way round.
+        (100.0, 94.5, 102.0, FAILED),
+        (100.0, 94.0, 98.0, PASSED),
+        # The machine drifts by more than the limit: only what both runs of off agree on is known.
+        (100.0, 94.5, 106.0, NOT_RUN),
+        (100.0, 93.0, 92.0, NOT_RUN),
+        (100.0, 99.0, 92.0, PASSED),
+        (100.0, 80.0, 92.0, FAILED),
+    ],
+)
+def test_on_is_judged_against_both_runs_of_off(off, on, again, outcome, tmp_path):
+    step = Prefilled(0.6, off=off, on=on, again=again)
+    *_, found = checked(step, tmp_path, faults=("cold", "cold", "cold"))
+    assert found[RATE].outcome is outcome
+    runs = f"({off:.1f} off, {on:.1f} on, {again:.1f} off again: {again / off - 1:+.1%})"
+    assert runs in found[RATE].found
+    figures = json.loads((tmp_path / "verdict.json").read_text())["figures"]
+    assert [figures[phase][step.name]["input"] for phase in (OFF, ON, AGAIN)] == [off, on, again]
+    cost = figures[AGAIN][f"{step.name}, against off"]["input"]
+    assert cost["drift"] == pytest.approx(again / off - 1)
+    assert cost["lost"] == pytest.approx(1 - on / ((off + again) / 2))
+
+
 @pytest.mark.parametrize("wrong", [{"hits": 54.9}, {"completed": 127}])
 def test_a_benchmark_whose_prompts_were_not_cached_or_not_answered_fails(wrong, tmp_path):
     step = Prefilled(0.6, **wrong)
-    off, on = judged(step, tmp_path)
+    off, on, again = timed(step, tmp_path)
     # Stock SGLang that falls short is no yardstick, and no fault of ours.
     assert off == {step.name: NOT_RUN} and on[step.name] is FAILED
+    assert again[step.name] is NOT_RUN
 
 
 def test_costs_are_shown_and_not_judged_on_the_reference_engine(tmp_path):
     results = (result(100, 400, 70.0, completed=4),), (result(50, 200, 700.0, completed=4),)
-    _, found = judged(Decoded(2, results=results), tmp_path, REFERENCE)
+    _, _, found = timed(Decoded(2, results=results), tmp_path, REFERENCE)
     assert set(found.values()) == {PASSED, NOT_JUDGED} and len(found) == 3
 
 
 @dataclass(frozen=True)
-class OnlyOn(Prefilled):
+class Without(Prefilled):
+    """Whose client fails in one phase."""
+
+    phase: str = ""
+
     def command(self, place, repeat, seed):
-        if place.phase == "off":
+        if place.phase == self.phase:
             return printing("All requests failed.")
         return super().command(place, repeat, seed)
 
 
-def test_a_benchmark_without_its_yardstick_could_not_run(tmp_path):
-    _, on = judged(OnlyOn(0.6), tmp_path)
-    assert on == {"prefill 60% cached": PASSED, "prefill 60% cached: cost": NOT_RUN}
+@pytest.mark.parametrize("phase", [OFF, ON])
+def test_a_benchmark_without_its_yardstick_could_not_run(phase, tmp_path):
+    *_, found = checked(Without(0.6, phase=phase), tmp_path, faults=("cold", "cold", "cold"))
+    name, cost = found
+    assert found[name].outcome is PASSED and found[cost].outcome is NOT_RUN
+    assert (name, cost) == ("prefill 60% cached", "prefill 60% cached: cost")
+    assert found[cost].found == f"{phase} has no such figure"
 
 
 @dataclass(frozen=True)
@@ -233,15 +285,12 @@ def test_a_result_that_cannot_be_read_could_not_run_and_names_its_file(text, tmp
     assert str(tmp_path / "off-prefill-60-cached-0.jsonl") in first["found"]
 
 
-def test_an_off_run_in_which_every_request_failed_is_no_yardstick(tmp_path):
-    off, on = judged(Prefilled(0.6, off=0.0), tmp_path)
-    assert on["prefill 60% cached: prompt tokens per second"] is NOT_RUN
-    *_, last = (
-        check
-        for check in json.loads((tmp_path / "verdict.json").read_text())["checks"]
-        if check["name"].endswith("prompt tokens per second")
-    )
-    assert str(tmp_path / "*-prefill-60-cached-*.jsonl") in last["found"]
+@pytest.mark.parametrize("phase", ["off", "again"])
+def test_an_off_run_in_which_every_request_failed_is_no_yardstick(phase, tmp_path):
+    step = Prefilled(0.6, **{phase: 0.0})
+    *_, found = checked(step, tmp_path, faults=("cold", "cold", "cold"))
+    assert found[RATE].outcome is NOT_RUN
+    assert str(tmp_path / "*-prefill-60-cached-*.jsonl") in found[RATE].found
 
 
 @dataclass(frozen=True)

@@ -135,9 +135,15 @@ def test_a_job_passes(job, tmp_path):
     done, document = reference_run(job, tmp_path / "out", 7100)
     assert done.returncode == 0, done.stdout
     passed, shown = MEASURED[job]
+    costs = {name for name in shown if name != "capacity"}
     found = outcomes(document, "on")
     assert found == dict.fromkeys(passed | {"log on.log"}, "passed") | dict.fromkeys(
-        shown, "not judged"
+        shown - costs, "not judged"
+    )
+    timed = {name for name in passed if any(cost.startswith(f"{name}: ") for cost in costs)}
+    logged = {"log off-again.log"} if costs else set()
+    assert outcomes(document, "off-again") == dict.fromkeys(timed | logged, "passed") | (
+        dict.fromkeys(costs, "not judged")
     )
     if not job.startswith("hisparse"):
         assert outcomes(document, "verify") == dict.fromkeys(COMPARED, "passed")

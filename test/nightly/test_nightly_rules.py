@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from sglang_unified_kv.nightly import gsm8k, rules, steps
+from sglang_unified_kv.nightly import duration, gsm8k, rules, steps
 from sglang_unified_kv.nightly.rules import Score
 from sglang_unified_kv.nightly.verdict import Check, Outcome, Verdict, judge
 
@@ -31,7 +31,7 @@ TROUBLE = {
 }
 
 
-@pytest.mark.parametrize("module", [rules, gsm8k, steps])
+@pytest.mark.parametrize("module", [rules, gsm8k, steps, duration])
 def test_examples(module):
     ran = doctest.testmod(module)
     assert ran.attempted and not ran.failed

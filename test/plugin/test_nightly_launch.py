@@ -2,18 +2,23 @@
 
 import json
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from plan_runs import machine, write_pro
-from sglang_unified_kv import engage
+from rich.console import Console
 from sglang_unified_kv.cli import app
-from sglang_unified_kv.config import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, load_settings
-from sglang_unified_kv.nightly.jobs import JOBS
+from sglang_unified_kv.nightly import dry_run
+from sglang_unified_kv.nightly.dry_run import lines, opinion
+from sglang_unified_kv.nightly.jobs import JOBS, Job, Phase
 from sglang_unified_kv.nightly.machine import MI355X, REFERENCE
-from sglang_unified_kv.nightly.main import lines
+from sglang_unified_kv.nightly.steps import STOCK
 from typer.main import get_command
 
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "nightly"
 MACHINES = {m.name: m for m in (MI355X, REFERENCE)}
 REFERENCE_ENGINE = {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1"}
 COMMAND = "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])"
@@ -42,11 +47,19 @@ def commands(job, where, out, model="MODEL", data=None):
 
 
 def launches(job, where, out, model="MODEL"):
-    return [
+    """Environment and flags by phase."""
+    found = [
         (env, words[words.index("--model-path") :])
         for env, words in commands(job, where, out, model)
         if "sglang.launch_server" in words
     ]
+    return dict(zip([phase.name for phase in JOBS[job](where).phases], found, strict=True))
+
+
+def ours(job, out, model="MODEL"):
+    """Environment and flags of the launch with our features, as it is measured."""
+    found = launches(job, MI355X, out, model)
+    return found.get("on", found.get("verify"))
 
 
 def programs(module, out):
@@ -72,50 +85,113 @@ def asked(forks, name, env, options, flags):
     return json.loads(ended.stdout)
 
 
-def features(job):
-    if job.startswith("hisparse"):
-        return "HiSparse"
-    return "Exact reuse"
-
-
 @pytest.mark.parametrize("job", JOBS)
-def test_on_engages_and_off_is_stock(job, forks, pro, tmp_path, monkeypatch):
-    found = launches(job, MI355X, tmp_path, pro)
-    phases = [phase.name for phase in JOBS[job](MI355X).phases]
-    assert len(found) == len(phases)
-    for phase, (env, flags) in zip(phases, found, strict=True):
-        if phase == "verify" and "on" in phases:
-            # The same flags; its environment has one variable more.
-            assert flags == found[phases.index("on")][1]
-            assert env == found[phases.index("on")][0] | {"SGLANG_SWA_DBG_CHECKSUM": "1"}
+def test_doctor_says_that_on_engages_and_off_is_stock(job, forks, pro, tmp_path):
+    """As the dry run asks where no MI355X is."""
+    said = {}
+    for phase in JOBS[job](MI355X).phases:
+        launch = phase.launch
+        if phase.name == "verify" and job != "l3_restart":
+            # Asked as "on": its environment has one variable more.
+            (on,) = (p.launch for p in JOBS[job](MI355X).phases if p.name == "on")
+            assert launch == on.with_env(SGLANG_SWA_DBG_CHECKSUM="1")
             continue
-        report = asked(forks, "doctor", env, (), flags)
-        wrong = {name: reasons for name, reasons in report["checks"].items() if reasons}
-        if phase == "off":
-            assert wrong.pop("requested") and "launch flags" not in wrong
-            assert not any(name.startswith("SGLANG_UNIFIED_KV_") for name in env)
+        if phase.name == "off-again":
+            assert launch == next(p.launch for p in JOBS[job](MI355X).phases if p.name == "off")
             continue
-        assert report["engages"] and not wrong, wrong
-        assert (report["feature"], report["decision"]) == (features(job), "engaged")
-        if features(job) == "Exact reuse":
-            on_rocm(report, env, monkeypatch)
+        argv = ["x", *launch.doctor(str(pro), here=False)[3:]]
+        ended = forks.run(COMMAND, launch.variables(tmp_path), (), argv)
+        assert ended.stdout.startswith("{"), ended.stdout + ended.stderr
+        report = json.loads(ended.stdout)
+        found = opinion(phase.name, report)
+        assert not found.reasons
+        said[phase.name] = found.verdict
+        assert (report["decision"] == "engaged") or phase.name in STOCK
+        if phase.name in STOCK:
+            assert report["checks"]["requested"]
+            assert not any(name.startswith("SGLANG_UNIFIED_KV_") for name in launch.env)
+    feature = "HiSparse" if job.startswith("hisparse") else "Exact reuse"
+    assert said.pop("off", "stock SGLang takes the flags") == "stock SGLang takes the flags"
+    assert list(said.values()) == [f"{feature} would engage on ROCm; the machine was not checked"]
 
 
-def on_rocm(report, env, monkeypatch):
-    """The decision where the platform is ROCm instead of the reference engine."""
-    facts = report["facts"]
-    facts["attention_backends"] = tuple(facts["attention_backends"])
-    rocm = replace(
-        engage.Facts(**facts),
-        is_hip=True,
-        reference_engine=False,
-        flashmla_backend=env["SGLANG_HACK_FLASHMLA_BACKEND"],
-    )
-    switches = (BIT_EXACT_HICACHE, BIT_EXACT_RADIX)
-    for name in switches:
-        monkeypatch.setenv(name, env.get(name, "0"))
-    decision = engage.decide(load_settings(), rocm)
-    assert decision == engage.Decision(engage.State.ENGAGED)
+def test_a_dry_run_on_the_reference_engine_passes_and_writes_nothing(tmp_path):
+    script = SCRIPTS / "l3_restart"
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        script,
+        "--dry-run",
+        "--reference",
+        "--out",
+        tmp_path,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("\ndoctor\n  verify: Exact reuse would engage here\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def dry_run_of(job, model, out):
+    with open(out / "said", "w") as said:
+        code = dry_run.run(Console(file=said), job, MI355X, str(model), None, out)
+    return code, (out / "said").read_text()
+
+
+def test_a_launch_that_doctor_refuses_is_named_with_the_reasons(pro, tmp_path):
+    (good,) = JOBS["l3_restart"](MI355X).phases
+    flags = list(good.launch.flags)
+    at = flags.index("--hicache-ratio")
+    broken = replace(good.launch, flags=(*flags[:at], *flags[at + 2 :]))
+    job = Job("job", "", (replace(good, launch=broken), Phase("on", good.launch, ())))
+    code, said = dry_run_of(job, pro, tmp_path)
+    assert code == 1
+    assert "\n  verify: refused\n    - " in said and "--hicache-ratio is not given" in said
+    assert "\n  on: Exact reuse would engage" in said
+    assert said.endswith("\ndoctor refuses 1 of 2 launches: verify\n")
+    assert "config.json" not in said
+
+
+def test_a_model_whose_config_is_not_there_is_refused_and_the_remedy_is_said(tmp_path):
+    code, said = dry_run_of(JOBS["l3_restart"](MI355X), tmp_path, tmp_path)
+    assert code == 1 and "\n  verify: refused\n    - launch flags: SGLang rejects them" in said
+    assert f"it reads {tmp_path}'s config.json" in said
+    assert "sglang-unified-kv plan --write-config DIR" in said
+
+
+def test_a_doctor_that_breaks_is_no_yes(tmp_path):
+    code = "raise SystemExit('no disk')"
+    report = dry_run._ask([sys.executable, "-c", code], {})
+    assert opinion("on", report).reasons == ["doctor: it ended with exit code 1: no disk"]
+    assert opinion("off", report).reasons == ["doctor: it ended with exit code 1: no disk"]
+
+
+def test_what_doctor_says_on_stderr_is_shown(tmp_path):
+    report = {"checks": {"launch flags": ["SGLang's parser rejects them, see stderr"]}}
+    code = f"import sys; print({json.dumps(report)!r}); sys.exit('argument --page-size: what?')"
+    found = opinion("on", dry_run._ask([sys.executable, "-c", code], {}))
+    assert found.verdict == "refused"
+    assert found.reasons[-1] == "launch flags: argument --page-size: what?"
+
+
+STOCK_REPORT = {"requested": ["none is set"], "conditions": ["HiCache"], "obstacles": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("checks", "reasons"),
+    [
+        ({"launch flags": []}, []),
+        ({"launch flags": ["unknown"]}, ["unknown"]),
+        (
+            {"launch flags": [], "requested": []},
+            ["the environment turns one of our features on"],
+        ),
+    ],
+)
+def test_of_stock_sglang_only_its_own_verdict_counts(checks, reasons):
+    for phase in STOCK:
+        assert opinion(phase, {"checks": STOCK_REPORT | checks}).reasons == reasons
 
 
 WEIGHTS = {"prefill": 216, "decode": 125, "hisparse_tp8_dp8": 125}
@@ -124,7 +200,7 @@ WEIGHTS = {"prefill": 216, "decode": 125, "hisparse_tp8_dp8": 125}
 
 @pytest.mark.parametrize("job", WEIGHTS)
 def test_pools_hold_what_the_benchmarks_send(job, forks, pro, tmp_path):
-    env, flags = launches(job, MI355X, tmp_path, pro)[-1]
+    env, flags = ours(job, tmp_path, pro)
     sizes = MI355X.sizes
     new = sizes.output if job != "prefill" else 1
     ranks = 4 if job == "prefill" else 8
@@ -201,11 +277,11 @@ def test_the_published_launches_are_there(tmp_path):
     """Spec by spec: parallelism, cache, speculation, storage."""
 
     def flags(job):
-        return " ".join(launches(job, MI355X, tmp_path)[-1][1])
+        return " ".join(ours(job, tmp_path)[1])
 
     hicache = (
         "--enable-hierarchical-cache --hicache-write-policy write_through "
-        "--hicache-io-backend direct --hicache-mem-layout layer_first"
+        "--hicache-io-backend direct --hicache-mem-layout page_first_direct"
     )
     eagle = (
         "--speculative-algorithm EAGLE --speculative-num-steps 3 "
@@ -222,7 +298,7 @@ def test_the_published_launches_are_there(tmp_path):
         "--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete"
         in flags("l3_restart")
     )
-    env, _ = launches("l3_restart", MI355X, tmp_path)[0]
+    env, _ = ours("l3_restart", tmp_path)
     assert env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] == str(tmp_path / "storage")
     assert "--enable-hierarchical-cache" not in flags("radix_only")
     assert "--tp-size 8" in flags("hisparse_tp8") and "dp-size" not in flags("hisparse_tp8")

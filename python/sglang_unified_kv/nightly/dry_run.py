@@ -91,9 +91,9 @@ def lines(job: Job, machine: Machine, model: str, data: str | None, out: Path) -
     yield f"\nlogs and verdict.json: {out}"
 
 
-def free_host_gb() -> float:
+def free_host_gb(meminfo: Path = Path("/proc/meminfo")) -> float:
     """Host memory that is free for a new process, 1e9 bytes, as the kernel estimates it."""
-    rows = dict(row.split(":") for row in Path("/proc/meminfo").read_text().splitlines())
+    rows = dict(row.split(":") for row in meminfo.read_text().splitlines())
     return int(rows["MemAvailable"].split()[0]) * 1024 / GB
 
 

@@ -77,6 +77,6 @@ def reasons(work: Work, pace: Pace) -> str:
     """The sum behind :func:`seconds`, in words."""
     return (
         f"server starts: {work.starts} of {pace.start_s:g} s; starts of clients: {work.programs} of "
-        f"{pace.program_s:g} s; prompt tokens: {work.prompt_tokens:,}, {pace.prompt_tokens_s:,.0f} in a second; "
-        f"decode steps: {work.steps:,} of {1000 * pace.step_s:g} ms"
+        f"{pace.program_s:g} s; prompt tokens: {work.prompt_tokens:,}, {pace.prompt_tokens_s:,.0f} in a "
+        f"second; decode steps: {work.steps:,} of {1000 * pace.step_s:g} ms"
     )

@@ -53,11 +53,6 @@ class Place(NamedTuple):
     out: Path
     data: str | None
 
-    @property
-    def stock(self) -> bool:
-        """Whether none of our features is on."""
-        return self.phase in STOCK
-
     def shell(self, command: list[str]) -> str:
         """A client program's line."""
         return shell(command)
