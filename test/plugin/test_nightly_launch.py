@@ -1,6 +1,7 @@
 """The nightly jobs' command lines: SGLang parses them, and exact reuse or HiSparse would engage on them."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -133,19 +134,31 @@ def test_a_dry_run_on_the_reference_engine_passes_and_writes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def dry_run_of(job, model, out):
-    with open(out / "said", "w") as said:
-        code = dry_run.run(Console(file=said), job, MI355X, str(model), None, out)
-    return code, (out / "said").read_text()
+@pytest.fixture
+def dry_run_of(forks, tmp_path):
+    """Exit code and output of a dry run whose doctors are forks: they need not import SGLang each."""
+
+    def asked(command, env):
+        # The forks have the rest already, and nothing of SGLang's.
+        ours = {n: v for n, v in env.items() if n.startswith("SGLANG_") or n not in os.environ}
+        ended = forks.run(COMMAND, ours, (), ["x", *command[3:]])
+        return ended.rc, ended.stdout, ended.stderr
+
+    def run(job, model):
+        with open(tmp_path / "said", "w") as said:
+            code = dry_run.run(Console(file=said), job, MI355X, str(model), None, tmp_path, asked)
+        return code, (tmp_path / "said").read_text()
+
+    return run
 
 
-def test_a_launch_that_doctor_refuses_is_named_with_the_reasons(pro, tmp_path):
+def test_a_launch_that_doctor_refuses_is_named_with_the_reasons(pro, dry_run_of):
     (good,) = JOBS["l3_restart"](MI355X).phases
     flags = list(good.launch.flags)
     at = flags.index("--hicache-ratio")
     broken = replace(good.launch, flags=(*flags[:at], *flags[at + 2 :]))
     job = Job("job", "", (replace(good, launch=broken), Phase("on", good.launch, ())))
-    code, said = dry_run_of(job, pro, tmp_path)
+    code, said = dry_run_of(job, pro)
     assert code == 1
     assert "\n  verify: refused\n    - " in said and "--hicache-ratio is not given" in said
     assert "\n  on: Exact reuse would engage" in said
@@ -153,24 +166,38 @@ def test_a_launch_that_doctor_refuses_is_named_with_the_reasons(pro, tmp_path):
     assert "config.json" not in said
 
 
-def test_a_model_whose_config_is_not_there_is_refused_and_the_remedy_is_said(tmp_path):
-    code, said = dry_run_of(JOBS["l3_restart"](MI355X), tmp_path, tmp_path)
+def test_a_model_whose_config_is_not_there_is_refused_and_the_remedy_is_said(tmp_path, dry_run_of):
+    code, said = dry_run_of(JOBS["l3_restart"](MI355X), tmp_path)
     assert code == 1 and "\n  verify: refused\n    - launch flags: SGLang rejects them" in said
     assert f"it reads {tmp_path}'s config.json" in said
     assert "sglang-unified-kv plan --write-config DIR" in said
 
 
-def test_a_doctor_that_breaks_is_no_yes(tmp_path):
+def test_a_doctor_that_breaks_is_no_yes():
     code = "raise SystemExit('no disk')"
-    report = dry_run._ask([sys.executable, "-c", code], {})
+    report = dry_run.report_of(*dry_run.ask_doctor([sys.executable, "-c", code], {}))
     assert opinion("on", report).reasons == ["doctor: it ended with exit code 1: no disk"]
     assert opinion("off", report).reasons == ["doctor: it ended with exit code 1: no disk"]
 
 
-def test_what_doctor_says_on_stderr_is_shown(tmp_path):
+def test_a_doctor_that_never_ends_is_ended(monkeypatch):
+    monkeypatch.setattr(dry_run, "DOCTOR_S", 0.1)
+    endless = [sys.executable, "-c", "import signal; signal.pause()"]
+    report = dry_run.report_of(*dry_run.ask_doctor(endless, {}))
+    assert "no answer within 0 s" in opinion("on", report).reasons[0]
+
+
+def test_doctor_gets_the_environment_of_its_launch_and_no_other():
+    code = "import json, os; print(json.dumps({'checks': {'on': [*os.environ.values()]}}))"
+    _, stdout, _ = dry_run.ask_doctor([sys.executable, "-c", code], {"LC_ALL": "C", "A": "b"})
+    assert set(json.loads(stdout)["checks"]["on"]) == {"C", "b"}
+
+
+def test_what_doctor_says_on_stderr_is_shown():
     report = {"checks": {"launch flags": ["SGLang's parser rejects them, see stderr"]}}
     code = f"import sys; print({json.dumps(report)!r}); sys.exit('argument --page-size: what?')"
-    found = opinion("on", dry_run._ask([sys.executable, "-c", code], {}))
+    ended = dry_run.ask_doctor([sys.executable, "-c", code], {})
+    found = opinion("on", dry_run.report_of(*ended))
     assert found.verdict == "refused"
     assert found.reasons[-1] == "launch flags: argument --page-size: what?"
 

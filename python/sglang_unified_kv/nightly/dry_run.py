@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,10 +29,23 @@ NEEDS_CONFIG = (
 )
 
 
+Ask = Callable[[list[str], dict[str, str]], tuple[int, str, str]]
+"""Runs a command in an environment: exit code, stdout, stderr."""
+
+
 def run(
-    console: Console, job: Job, machine: Machine, model: str | None, data: str | None, out: Path
+    console: Console,
+    job: Job,
+    machine: Machine,
+    model: str | None,
+    data: str | None,
+    out: Path,
+    ask: Ask | None = None,
 ) -> int:
     """Print the plan and what doctor says; start nothing and write nothing.
+
+    Args:
+        ask: in place of :func:`ask_doctor`.
 
     Returns:
         0: every launch would start. 1: doctor refuses one. 2: doctor could not be asked.
@@ -56,7 +69,7 @@ def run(
     refused = []
     with signals_unwind(), tempfile.TemporaryDirectory() as folder:
         asked = model or str(write_model(Path(folder) / "model"))
-        for opinion in opinions(job, machine, asked, out):
+        for opinion in opinions(job, machine, asked, out, ask or ask_doctor):
             say(f"  {opinion.phase}: {opinion}")
             refused += [opinion.phase] if opinion.reasons else []
     if refused:
@@ -131,35 +144,34 @@ class Opinion(NamedTuple):
         return "\n    - ".join([self.verdict, *self.reasons])
 
 
-def opinions(job: Job, machine: Machine, model: str, out: Path) -> Iterator[Opinion]:
+def opinions(job: Job, machine: Machine, model: str, out: Path, ask: Ask) -> Iterator[Opinion]:
     """Ask doctor about every launch, in its environment; launches that are alike once."""
     said: dict[str, dict[str, Any]] = {}
     for phase in job.phases:
         command = phase.launch.doctor(model, machine.here)
         line = shell(command, phase.launch.variables(out))
         if line not in said:
-            said[line] = _ask(command, phase.launch.environment(os.environ, out))
+            said[line] = report_of(*ask(command, phase.launch.environment(os.environ, out)))
         yield opinion(phase.name, said[line])
 
 
-def _ask(command: Sequence[str], env: Mapping[str, str]) -> dict[str, Any]:
-    """Doctor's report."""
+def ask_doctor(command: list[str], env: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``command``, with ``env`` as its whole environment."""
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     try:
-        done = subprocess.run(
-            command,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DOCTOR_S,
-        )
+        done = subprocess.run(command, env=env, timeout=DOCTOR_S, **pipes)
     except subprocess.TimeoutExpired:
-        return {"checks": {"doctor": [f"no answer within {DOCTOR_S:.0f} s"]}}
-    last = done.stderr.strip().splitlines()[-1:]
+        return 124, "", f"no answer within {DOCTOR_S:.0f} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+def report_of(code: int, stdout: str, stderr: str) -> dict[str, Any]:
+    """Doctor's report, or one that says how it ended without."""
+    last = stderr.strip().splitlines()[-1:]
     try:
-        report: dict[str, Any] = json.loads(done.stdout)
+        report: dict[str, Any] = json.loads(stdout)
     except ValueError:
-        reason = " ".join([f"it ended with exit code {done.returncode}:", *last])
+        reason = " ".join([f"it ended with exit code {code}:", *last])
         return {"checks": {"doctor": [reason]}}
     for found in report["checks"].values():
         if any("stderr" in reason for reason in found):
