@@ -164,6 +164,21 @@ def test_a_launch_that_doctor_refuses_is_named_with_the_reasons(pro, dry_run_of)
     assert "\n  on: Exact reuse would engage" in said
     assert said.endswith("\ndoctor refuses 1 of 2 launches: verify\n")
     assert "config.json" not in said
+    assert "no /dev/kfd here: asked with --device cpu" in said
+
+
+def test_launches_that_are_alike_are_asked_about_once(tmp_path):
+    asked = []
+
+    def ask(command, env):
+        asked.append(env)
+        report = {"checks": {"launch flags": [], "requested": []}, "platform_checked": True}
+        return 0, json.dumps(report | {"feature": "Exact reuse"}), ""
+
+    found = list(dry_run.opinions(JOBS["prefill"](MI355X), MI355X, "MODEL", tmp_path, ask))
+    assert [opinion.phase for opinion in found] == ["verify", "off", "on", "off-again"]
+    # off-again is off; verify compares its restores.
+    assert len(asked) == 3
 
 
 def test_a_model_whose_config_is_not_there_is_refused_and_the_remedy_is_said(tmp_path, dry_run_of):
