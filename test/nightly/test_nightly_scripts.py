@@ -191,6 +191,8 @@ def test_a_plan_says_how_long_it_takes_in_all_and_where_that_comes_from(job, tmp
     works = [phase.work(phase.place(MI355X, tmp_path, None, "1")) for phase in phases]
     each = [line for line in plan if line.startswith("  expected: ")]
     assert each == [f"  expected: {clock(seconds(work, MI355X.pace))}" for work in works]
+    # Each has a server; one of them starts again.
+    assert sum(work.starts for work in works) == len(phases) + (job == "l3_restart")
     whole = sum(seconds(work, MI355X.pace) for work in works)
     assert f"\nexpected: {clock(whole)}" in plan
     assert any(
