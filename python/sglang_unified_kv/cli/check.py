@@ -173,8 +173,8 @@ def _run(console: Console, plan: Plan, url: str, timeout: float) -> Report:
             info = client.server_info()
             if info.get("disable_radix_cache"):
                 raise ClientError(
-                    f"{url}: runs with --disable-radix-cache and reuses no prefix, so there is nothing to try; "
-                    "give --attest-only to compare what its ranks run"
+                    f"{url}: runs with --disable-radix-cache and reuses no prefix, so there is nothing "
+                    "to try; give --attest-only to compare what its ranks run"
                 )
             page = info.get("page_size")
             if page != PAGE_TOKENS:
