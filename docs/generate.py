@@ -204,6 +204,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "in-tree map": in_tree,
     **{f"launch {name}": partial(fenced, line.command, line.env) for name, line in LINES.items()},
     **{f"doctor {name}": partial(fenced, line.doctor, line.env) for name, line in LINES.items()},
+    **{
+        f"plan {n}": partial(fenced, line.plan, line.plan_env)
+        for n, line in LINES.items()
+        if line.host_gb
+    },
     # Where the page has told the environment before.
     **{f"command {name}": partial(fenced, line.command, {}) for name, line in LINES.items()},
 }

@@ -153,6 +153,21 @@ class Line:
         return [sys.executable, *SERVER[1:], *flags, *own]
 
     @property
+    def plan(self) -> list[str]:
+        """The command that finds its ratio, and for exact reuse its memory of checkpoints."""
+        flags = [
+            word for pair in pairs(self.flags) if pair[0] != "--hicache-ratio" for word in pair
+        ]
+        weights, host = f"{WEIGHTS_GB[self.ranks]:g}", f"{self.host_gb:g}"
+        machine = ("--hbm-gb", f"{HBM_GB:g}", "--weights-gb", weights, "--host-gb", host)
+        return ["sglang-unified-kv", "plan", *machine, "--", "--model-path", self.model, *flags]
+
+    @property
+    def plan_env(self) -> dict[str, str]:
+        """The variables that it is asked with."""
+        return {name: value for name, value in self.env.items() if name != CHECKPOINT_HOST_GB}
+
+    @property
     def doctor(self) -> list[str]:
         """The command that asks whether it would engage."""
         return ["sglang-unified-kv", "doctor", "--", *self.command[len(SERVER) :]]
@@ -305,7 +320,7 @@ _LINES = (
     Line(
         "everything",
         "EAGLE, HiCache, storage, ring accounting and metrics on 8x MI355X",
-        (*_GPU, *REPORTS, *HICACHE, *_ratio(1.46), *L3, *EAGLE),
+        (*_GPU, *REPORTS, *HICACHE, *L3, *EAGLE, *_ratio(1.46)),
         BACKEND
         | _EXACT
         | {RING_FIXES: "1", CHECKPOINT_HOST_GB: "10.23", STORAGE_DIR: "/data/hicache"},

@@ -17,6 +17,7 @@ from sglang_unified_kv.attestation import digest
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.config import variables
 from sglang_unified_kv.edits import HISPARSE_SERIES, REPORT, RING, SERIES
+from sglang_unified_kv.launches import LINES
 from sglang_unified_kv.metrics import BY_NAME
 from sglang_unified_kv.reference.edits import SERIES as REFERENCE
 
@@ -187,25 +188,17 @@ def test_launch_flags_are_parsed_by_sglang(forks):
     assert ended.rc == 0, ended.stderr
 
 
-def test_launch_lines_engage(forks, tmp_path):
-    model = str(write_pro(tmp_path))
-    lines = [
-        (environ, words[3:])
-        for _, environ, words in COMMANDS
-        if words[:3] == SERVER and not {"...", "tiny"} & set(words)
+def test_every_launch_line_is_one_of_the_table():
+    """``test_launches.py`` says that those are right, and the generated sections print them."""
+    known = [words for line in LINES.values() for words in (line.command, line.doctor)]
+    shown = [
+        words
+        for *_, words in COMMANDS
+        if words[:3] == SERVER or words[:2] == ["sglang-unified-kv", "doctor"]
     ]
-    assert len(lines) == 2
-    for environ, flags in lines:
-        environ = dict(assignment.split("=", 1) for assignment in environ)
-        # The real machine's attention backend does not run here.
-        assert environ.pop("SGLANG_HACK_FLASHMLA_BACKEND") == "unified_kv_triton"
-        argv = ["x", "doctor", "--json", "--", *flags, "--model-path", model, "--device", "cpu"]
-        ended = forks.run(
-            "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])",
-            environ | {"SGLANG_UNIFIED_KV_REFERENCE_ENGINE": "1"},
-            argv=argv,
-        )
-        assert json.loads(ended.stdout)["decision"] == "engaged", ended.stdout + ended.stderr
+    assert len(shown) > 6
+    for words in shown:
+        assert words in known, words
 
 
 def test_our_commands_are_parsed():
@@ -214,6 +207,8 @@ def test_our_commands_are_parsed():
     assert {words[1] for words in ours} >= {"doctor", "plan", "check", "edits"}
     for words in ours:
         name, *arguments = words[1:]
+        if "--write-config" in arguments:
+            continue  # it would write: test_plan_line.py
         group.commands[name].make_context(name, arguments)
 
 
@@ -260,19 +255,19 @@ def test_python_blocks_run(forks):
 PLANS = [
     (page, environ, words)
     for page, environ, words in COMMANDS
-    if words[:2] == ["sglang-unified-kv", "plan"]
+    if words[:2] == ["sglang-unified-kv", "plan"] and "--write-config" not in words
 ]
 
 
 @pytest.mark.parametrize("case", range(len(PLANS)), ids=lambda i: f"{PLANS[i][0]}-{i}")
 def test_a_plan_prints_what_the_page_shows(forks, case, tmp_path):
     page, environ, words = PLANS[case]
-    model = str(write_pro(tmp_path))
-    argv = [model if word == "DeepSeek-V4-Pro" else word for word in words]
+    write_pro(tmp_path / words[words.index("--model-path") + 1])
     ended = forks.run(
-        "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])",
+        f"import os, sys; os.chdir({str(tmp_path)!r})\n"
+        "from sglang_unified_kv.cli import app; app(sys.argv[1:])",
         dict(assignment.split("=", 1) for assignment in environ),
-        argv=argv,
+        argv=words,
     )
     assert ended.rc == 0, ended.stderr
     shown = [

@@ -9,10 +9,8 @@ from plan_runs import run_plan, write_pro
 from sglang_unified_kv import launches
 from sglang_unified_kv.cli.plan import PRODUCT_SWITCHES
 from sglang_unified_kv.launches import (
-    HBM_GB,
     LINES,
     REFERENCE_ENGINE,
-    WEIGHTS_GB,
     pairs,
     reduced,
 )
@@ -175,12 +173,6 @@ def test_doctor_says_what_sglang_replaces(more, note, doctor):
     assert report["engages"] and note in report["notes"]
 
 
-def without_values(flags, *names):
-    for name in names:
-        flags = without(flags, name) if name in flags else flags
-    return list(flags)
-
-
 @pytest.fixture(scope="module")
 def every_series():
     """SGLang loads plugins once in a process: with everything requested."""
@@ -195,38 +187,17 @@ def every_series():
 @pytest.mark.parametrize("line", ON_GPU, ids=lambda line: line.name)
 def test_a_line_is_the_one_that_plan_ends_with(line, pro, every_series):
     """On hosts of 8 MI355X, each rank of a line with its share of the memory that the line names."""
-    budget = {BUDGET: ""} if BUDGET in line.env else {}
+    name, command, *arguments = line.plan
+    at = arguments.index("--model-path") + 1
+    arguments[at] = pro
     off = dict.fromkeys(PRODUCT_SWITCHES, "0")
-    flags = without_values(line.flags, "--hicache-ratio")
-    rc, output = run_plan(
-        [
-            *(
-                "plan",
-                "--json",
-                "--hbm-gb",
-                str(HBM_GB),
-                "--weights-gb",
-                str(WEIGHTS_GB[line.ranks]),
-            ),
-            *(
-                "--host-gb",
-                str(line.host_gb),
-                "--",
-                "--model-path",
-                pro,
-                "--skip-tokenizer-init",
-                *flags,
-            ),
-        ],
-        off | line.env | budget,
-    )
+    rc, output = run_plan([command, "--json", *arguments], off | {BUDGET: ""} | line.plan_env)
     # An import may warn afterwards.
     report, _ = json.JSONDecoder().raw_decode(output)
     assert rc == 0 and not report["warnings"], report["warnings"]
     words, env = report["launch"]["command"], report["launch"]["env"]
     assert words[:5] == [*launches.SERVER, "--model-path", pro]
-    planned = without_values(words[5:], "--skip-tokenizer-init")
-    assert sorted(pairs(planned)) == sorted(pairs(line.flags))
+    assert sorted(pairs(words[5:])) == sorted(pairs(line.flags))
     # The environment of this process stays in the line, and the reference engine's is there by now.
     asked = {name: value for name, value in line.env.items() if name.startswith("SGLANG_")}
     assert {name: env[name] for name in asked} == asked
