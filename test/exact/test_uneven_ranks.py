@@ -105,5 +105,5 @@ def test_two_ranks_under_unequal_load_answer_as_cold(next_n_path, tmp_path, env,
 @pytest.mark.parametrize("env", [TOGETHER, {}], ids=["prefill beside decode", "as launched"])
 def test_eight_ranks_under_unequal_load_answer_as_cold(next_n_path, tmp_path, env):
     """On 16 cores; on two it takes more than an hour."""
-    steps = run(next_n_path, tmp_path, many(8, 64), options_of(8, True), env)
+    steps = run(next_n_path, tmp_path, many(8, 32), options_of(8, True), env)
     assert any(len(set(step)) > 2 for step in steps)

@@ -67,6 +67,46 @@ def without_nccl(self, group, device, *args, **kwargs) -> None:
     self.available, self.disabled = False, True
 
 
+@SERIES.wrap(
+    "sglang.srt.distributed.parallel_state:GroupCoordinator.all_reduce",
+    feature=FEATURE,
+    why="Gloo sums more than two ranks in an order that depends on the tensor's size: a token's bits would "
+    "depend on who else is in the batch",
+    params="self, input_",
+    fingerprint="8d4026274e64a92c",
+)
+def all_reduce_in_rank_order(original, self, input_):
+    if self.world_size <= 2 or not input_.is_cpu:
+        return original(self, input_)
+    return input_.copy_(_sum_of_ranks(input_, self.device_group, self.world_size))
+
+
+@SERIES.wrap(
+    "sglang.srt.distributed.parallel_state:GroupCoordinator._reduce_scatter_tensor",
+    feature=FEATURE,
+    why="as all_reduce",
+    params="self, output, input",
+    fingerprint="55d4ceecd4b7cf81",
+)
+def reduce_scatter_in_rank_order(original, self, output, input):
+    if self.world_size <= 2 or not input.is_cpu:
+        return original(self, output, input)
+    whole = _sum_of_ranks(input, self.device_group, self.world_size)
+    return output.copy_(whole.chunk(self.world_size)[self.rank_in_group])
+
+
+def _sum_of_ranks(tensor, group, ranks: int):
+    """The sum, from the first rank to the last."""
+    import torch
+
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(ranks)]
+    torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total
+
+
 def _on_cpu(method: str):
     """A collective that calls ``method`` of the group that is its last argument."""
 
