@@ -1,11 +1,14 @@
 """Host layouts and io backends of HiCache: every pair that SGLang has for DeepSeek-V4, in every tier.
 
-An engine computes and stores a prompt; a second one in the same pair starts on its storage. Each hit is
-compared with the stock engine's cold run, and the pages that it reads with those that the first computed.
+An engine computes and stores a prompt; a second one in the same pair starts on its storage, then one of every
+other layout. Each hit is compared with the stock engine's cold run, and the pages that it reads with those
+that the first computed. What another layout stores is the same files.
 """
 
+import argparse
 import json
 import shutil
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,13 +19,16 @@ from rank_pair import engine_of, rank_pair
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
 from sglang.srt.server_args import ServerArgs
+from sglang_unified_kv import launches
+from sglang_unified_kv.engage import HOST_COPIES as PAIRS
 from sglang_unified_kv.reference.harness import prompt
 from speculation_runs import EAGLE
-from storage_folder import STORAGE, at
+from storage_folder import STORAGE, at, chain_of
 
 LENGTH, BOUNDARY = 1100, 1024
-DIRECT = ("direct", "page_first_direct")
-PAIRS = (DIRECT, ("direct", "layer_first"), ("kernel", "layer_first"), ("kernel", "page_first"))
+# Of 512 tokens: two pages in four pools, one of them empty, and two records.
+OBJECTS = 10
+DIRECT = launches.HOST_LAYOUT[1::2]
 TIERS = ("device", "host", "storage")
 
 
@@ -121,53 +127,71 @@ def setting(request):
 
 
 class Hit(NamedTuple):
-    """A run, the pages that it read and the layouts of SGLang's host pools and ours."""
+    """A run, the pages that it read, the layouts of SGLang's host pools and ours, another prompt's files."""
 
     run: Run
     pages: dict[str, torch.Tensor]
     layouts: set[str]
+    stored: dict[Path, bytes]
+
+
+def files_of(ids, folder, engine):
+    """What storage has of a prompt: contents by path within the folder."""
+    names = chain_of(engine, ids)
+    found = [p for p in folder.rglob("*") if p.is_file() and any(name in p.name for name in names)]
+    return {path.relative_to(folder): path.read_bytes() for path in found}
 
 
 @pytest.fixture(scope="module")
 def hits(make_engine, setting, tmp_path_factory, oracle):
     """The run of an engine, "cold", then those of engines on its storage.
 
-    "restart" is the first of an engine in the same pair, which the tiers follow; "other" is the first of one
-    in another layout.
+    "restart" is the first of an engine in the same pair, which the tiers follow. Every pair of another layout
+    names the first of an engine of its own, after that has stored a prompt which its storage lacks.
     """
     io_backend, layout, backend = setting
-    folder, copy = (tmp_path_factory.mktemp("-".join(setting)) for _ in range(2))
-    other = PAIRS[0] if layout == "layer_first" else PAIRS[1]
-    text, found = oracle.text[:LENGTH], {}
+    folder = tmp_path_factory.mktemp("-".join(setting))
+    text, again, found = oracle.text[:LENGTH], prompt(30, 700), {}
 
-    def note(name, engine):
+    def note(name, engine, folder):
         run, pages = run_with_pages(engine, text)
         settle(engine)
         engine.tree.checkpoints.check_idle()
         layouts = {pool.layout for pool in page_pools(engine).values()}
-        found[name] = Hit(run, pages, layouts | {engine.tree.records.layout})
+        layouts.add(engine.tree.records.layout)
+        found[name] = Hit(run, pages, layouts, files_of(again, folder, engine))
 
     with make_engine(**options(io_backend, layout), **storage(backend, folder)) as engine:
         assert engine.tree.cache_controller.l2_transfer_engine.io_backend == io_backend
         # Puts the prompt's pages elsewhere than at the pool's beginning.
-        engine.run(prompt(30, 700), 1)
-        note("cold", engine)
+        engine.run(again, 1)
+        note("cold", engine, folder)
         assert engine.tree.checkpoints.stats.save_failed == 0
-    shutil.copytree(folder, copy, dirs_exist_ok=True)
     with make_engine(**options(io_backend, layout), **storage(backend, folder)) as engine:
         spoil_device(engine)
-        note("restart", engine)
+        note("restart", engine, folder)
         for tier in TIERS:
             leave_in(tier, engine, text)
-            note(tier, engine)
-    with make_engine(**options(*other), **storage(backend, copy)) as engine:
-        spoil_device(engine)
-        note("other", engine)
+            note(tier, engine, folder)
+    for other in others(layout):
+        copy = tmp_path_factory.mktemp("-".join(other))
+        shutil.copytree(folder, copy, dirs_exist_ok=True)
+        for path in found["cold"].stored:
+            (copy / path).unlink()
+        with make_engine(**options(*other), **storage(backend, copy)) as engine:
+            spoil_device(engine)
+            assert engine.run(again, 1).cached_tokens == 0
+            note(other, engine, copy)
     return found
 
 
+def others(layout):
+    """The pairs of other layouts."""
+    return [pair for pair in PAIRS if pair[1] != layout]
+
+
 def assert_hit(hits, name, tier, oracle):
-    run, pages, _ = hits[name]
+    run, pages, *_ = hits[name]
     assert run.cached_tokens == run.details[tier] == BOUNDARY
     assert differing(pages, hits["cold"].pages) == []
     assert differing(run.resumed, oracle.at(BOUNDARY)) == []
@@ -175,10 +199,10 @@ def assert_hit(hits, name, tier, oracle):
 
 
 def test_the_first_run_is_cold_and_in_the_layout(hits, setting, oracle):
-    run, _, layouts = hits["cold"]
-    assert run.cached_tokens == 0
-    assert_equal_runs(run, oracle.run(LENGTH))
-    assert layouts == {setting[1]}
+    cold = hits["cold"]
+    assert cold.run.cached_tokens == 0
+    assert_equal_runs(cold.run, oracle.run(LENGTH))
+    assert cold.layouts == {setting[1]}
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -190,10 +214,22 @@ def test_a_restart_hits_what_was_stored(hits, oracle):
     assert_hit(hits, "restart", "storage", oracle)
 
 
-def test_another_layout_hits_what_this_one_stored(hits, setting, oracle):
-    """A stored page has its layers one after the other in every layout, so the name leaves layouts out."""
-    assert hits["other"].layouts.isdisjoint(hits["cold"].layouts)
-    assert_hit(hits, "other", "storage", oracle)
+def test_other_layouts_hit_what_this_one_stored(hits, setting, oracle):
+    """A stored page has its layers one after the other in every layout, and its name leaves layouts out."""
+    for pair in others(setting[1]):
+        assert hits[pair].layouts == {pair[1]}
+        assert_hit(hits, pair, "storage", oracle)
+
+
+def test_other_layouts_store_the_same_files(hits, setting):
+    first = hits["cold"].stored
+    assert len(first) == OBJECTS
+    for pair in others(setting[1]):
+        assert differing_files(hits[pair].stored, first) == []
+
+
+def differing_files(ours, theirs):
+    return sorted(str(p) for p in ours.keys() | theirs.keys() if ours.get(p) != theirs.get(p))
 
 
 @pytest.mark.parametrize("pair", slow_but_one(named(PAIRS, "file")))
@@ -274,14 +310,28 @@ def test_what_sglang_makes_of_the_flags(model_path, asked, backend, made):
     assert (view.hicache_io_backend, view.hicache_mem_layout) == made
 
 
-def test_no_pair_moves_rows_that_the_others_do_not():
-    """The io backends and layouts that the pool of pages has branches for, as this module runs them."""
-    pool = DeepSeekV4PagedHostPool("probe", [torch.zeros(4, 8, dtype=torch.uint8)] * 2, 8, 4, 1)
-    rows = torch.tensor([1])
-    for io_backend in ("kernel", "direct"):
-        for layout in ("layer_first", "page_first", "page_first_direct"):
-            pool.layout = layout
-            if (io_backend, layout) in PAIRS:
-                continue
-            with pytest.raises(ValueError, match=f"Unsupported V4 paged host.*{layout}"):
-                pool.backup_from_device_all_layer(None, rows, rows, io_backend)
+def test_the_accepted_pairs_are_those_that_sglang_copies():
+    """Of all io backends and layouts of its flags; kernel_ascend is an NPU's."""
+    parser, copied = argparse.ArgumentParser(), set()
+    ServerArgs.add_cli_args(parser)
+    choices = {action.dest: action.choices for action in parser._actions}
+    for io_backend in set(choices["hicache_io_backend"]) - {"kernel_ascend"}:
+        for layout in choices["hicache_mem_layout"]:
+            try:
+                copies_a_page(io_backend, layout)
+            except ValueError as error:
+                assert "Unsupported" in str(error)
+            else:
+                copied.add((io_backend, layout))
+    assert copied == set(PAIRS)
+
+
+def copies_a_page(io_backend, layout):
+    layers = [torch.full((4, 8), n, dtype=torch.uint8) for n in range(2)]
+    pool = DeepSeekV4PagedHostPool("probe", layers, 8, 4, 1, layout)
+    there, back = torch.tensor([1]), torch.tensor([3])
+    pool.backup_from_device_all_layer(None, there, there, io_backend)
+    for n, layer in enumerate(layers):
+        layer[3] = 9
+        pool.load_to_device_per_layer(None, there, back, n, io_backend)
+        assert torch.equal(layer[3], layer[1])

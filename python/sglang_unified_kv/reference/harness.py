@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from sglang_unified_kv.launches import HOST_LAYOUT
 from sglang_unified_kv.reference.plugin import ENV
 
 # Read when torch is loaded. OpenMP threads that spin at barriers run 20 times slower as soon as two
@@ -65,8 +66,7 @@ HICACHE = {
     "enable_hierarchical_cache": True,
     "hicache_ratio": 4,
     "hicache_write_policy": "write_through",
-    "hicache_io_backend": "direct",
-    "hicache_mem_layout": "layer_first",
+    **dict(zip(("hicache_io_backend", "hicache_mem_layout"), HOST_LAYOUT[1::2], strict=True)),
 }
 
 DEFAULTS = {
