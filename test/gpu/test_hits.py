@@ -2,8 +2,11 @@
 
 These kernels round by the shape of a chunk and of a batch. A hit is compared with a cold run whose last chunk
 begins where the hit resumes, so that both compute the same shapes. The top-k kernel alone stays torch: two
-cold runs of upstream's own already differ.
+cold runs of upstream's own already differ. Host pools are copied by torch, and by SGLang's own calls where
+sgl_kernel is installed.
 """
+
+import contextlib
 
 import pytest
 from gpu_hits import TIERS, hit_from
@@ -16,6 +19,7 @@ from oracle import (
 )
 from sglang_unified_kv.checkpoint import manager as manager_module
 from sglang_unified_kv.checkpoint.restore import restore
+from sglang_unified_kv.reference import upstream_kernels
 from sglang_unified_kv.reference.harness import prompt
 from storage_folder import STORAGE, at
 
@@ -29,12 +33,31 @@ def folder(tmp_path):
     return tmp_path / "storage"
 
 
-def test_hits_from_every_tier_are_bit_equal_to_stock_cold_runs(make_engine, folder):
+@pytest.fixture(
+    params=[
+        (False, "direct", "page_first_direct"),
+        (True, "direct", "page_first_direct"),
+        (True, "kernel", "page_first"),
+    ],
+    ids=["torch", "sgl_kernel", "sgl_kernel, kernel"],
+)
+def host_copies(request):
+    """HiCache's options, while its host pools are copied by torch or by sgl_kernel."""
+    sgl_kernel, io_backend, layout = request.param
+    with contextlib.ExitStack() as stack:
+        if sgl_kernel:
+            pytest.importorskip("sgl_kernel.kvcacheio", exc_type=ImportError)
+            stack.enter_context(upstream_kernels.also(upstream_kernels.SGL_KERNEL))
+        yield dict(hicache_io_backend=io_backend, hicache_mem_layout=layout)
+
+
+def test_hits_from_every_tier_are_bit_equal_to_stock_cold_runs(make_engine, folder, host_copies):
     text = prompt(0, 2700)
     with make_engine(stock=True, chunked_prefill_size=PAGE) as engine:
         recorder = Recorder(engine)
         cold = {length: recorder.cold(text[:length]) for length in CASES.values()}
-    with make_engine(chunked_prefill_size=PAGE, env=at(folder), **STORAGE) as engine:
+    options = dict(chunked_prefill_size=PAGE, **STORAGE, **host_copies)
+    with make_engine(env=at(folder), **options) as engine:
         recorder = Recorder(engine)
         assert_equal_runs(recorder.cold(text), cold[2700])
         for tier in TIERS:

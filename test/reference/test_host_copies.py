@@ -1,7 +1,16 @@
-"""The copies of HiCache's ``kernel`` io backend, by address, against plain indexing."""
+"""The copies of HiCache's ``kernel`` io backend, by address, against plain indexing; sgl_kernel's."""
+
+import ast
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from sglang_unified_kv.reference import upstream_kernels
+from sglang_unified_kv.reference.edits.hicache import COPIES
 from sglang_unified_kv.reference.ops import host_copies
 
 LAYERS, ROWS, ITEM = 3, 20, 24
@@ -94,5 +103,41 @@ def test_other_index_types_and_layer_counts_are_refused(layers):
 
 def test_addresses_of_another_device_are_refused(layers):
     elsewhere = torch.empty(4, ITEM, device="meta")
-    with pytest.raises(NotImplementedError, match="use direct on a GPU"):
+    with pytest.raises(NotImplementedError, match="on a GPU use direct, or"):
         host_copies.kernel_copy_layer(layers[0], elsewhere, HOST_ROWS, HOST_ROWS, ITEM)
+
+
+def parameters_of_sgl_kernel():
+    """The parameters of its copies, by name; the package itself does not load without a GPU."""
+    spec = importlib.util.find_spec("sgl_kernel")
+    if spec is None or spec.origin is None:
+        pytest.skip("sgl_kernel is not installed")
+    source = Path(spec.origin).with_name("kvcacheio.py").read_text()
+    return {
+        node.name: [arg.arg for arg in node.args.args]
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+def test_the_copies_have_the_parameters_of_sgl_kernels():
+    theirs = parameters_of_sgl_kernel()
+    for name, copy in COPIES.items():
+        tuning = ["block_quota", "num_warps_per_block"]
+        assert [*inspect.signature(copy).parameters] == [p for p in theirs[name] if p not in tuning]
+
+
+def test_sgl_kernels_copies_run_while_they_are_chosen(make_engine, monkeypatch, layers):
+    from sglang.srt.mem_cache import memory_pool_host
+
+    package, called = ModuleType("sgl_kernel"), []
+    calls = {name: lambda *args, name=name, **kwargs: called.append(name) for name in COPIES}
+    package.kvcacheio = SimpleNamespace(**calls)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", package)
+    with upstream_kernels.also(upstream_kernels.SGL_KERNEL):
+        for name in COPIES:
+            getattr(memory_pool_host, name)()
+    assert called == list(COPIES)
+    (host, *_) = empty_layers()
+    memory_pool_host.transfer_kv_direct(layers[:1], [host], DEVICE_ROWS, HOST_ROWS, 1)
+    assert torch.equal(host[HOST_ROWS], as_rows(layers[0])[DEVICE_ROWS])

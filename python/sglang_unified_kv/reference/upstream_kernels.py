@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +15,12 @@ import torch
 from sglang_unified_kv.reference.ops.invariant_torch import plain_torch
 
 ENV = "SGLANG_UNIFIED_KV_REFERENCE_UPSTREAM_KERNELS"
-TRITON, JIT, TOP_K, TILELANG = KINDS = ("triton", "jit", "top-k", "tilelang")
-"""Top-k is one of the JIT kernels; what it returns is in another order every time."""
+KINDS = ("triton", "jit", "top-k", "tilelang", "sgl-kernel")
+"""Top-k is one of the JIT kernels; what it returns is in another order every time.
+
+Of the package sgl_kernel only HiCache's copies are run.
+"""
+TRITON, JIT, TOP_K, TILELANG, SGL_KERNEL = KINDS
 
 _chosen: frozenset[str] = frozenset()
 
@@ -31,6 +36,17 @@ def choose(kinds: Iterable[str]) -> None:
     if unknown := wanted - set(KINDS):
         raise ValueError(f"{ENV}: {', '.join(sorted(unknown))}: must be of {', '.join(KINDS)}")
     _chosen = wanted
+
+
+@contextmanager
+def also(kind: str) -> Iterator[None]:
+    """Run upstream's kernels of this kind too, for a while."""
+    before = _chosen
+    choose(before | {kind})
+    try:
+        yield
+    finally:
+        choose(before)
 
 
 def from_environment() -> list[str]:

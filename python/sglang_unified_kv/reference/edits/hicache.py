@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 from sglang_unified_kv.reference.edits.series import FEATURE, SERIES
 from sglang_unified_kv.reference.ops import host_copies
+from sglang_unified_kv.reference.upstream_kernels import SGL_KERNEL, either
 
 _POOLS = "sglang.srt.mem_cache.memory_pool_host"
 
@@ -27,7 +31,16 @@ def unpinned_beside_cpu_buffers(original, *args, **kwargs) -> None:
     original(**arguments)
 
 
-for _name, _copy in {
+def _copy(name: str, reference: Callable[..., None]) -> Callable[..., None]:
+    def upstreams(*args: Any, **kwargs: Any) -> None:
+        from sgl_kernel import kvcacheio
+
+        getattr(kvcacheio, name)(*args, **kwargs)
+
+    return functools.wraps(reference)(functools.partial(either(SGL_KERNEL, reference), upstreams))
+
+
+COPIES: dict[str, Callable[..., None]] = {
     "transfer_kv_direct": host_copies.copy_layers,
     "transfer_kv_all_layer_direct_lf_pf": host_copies.layers_to_pages,
     "transfer_kv_per_layer_direct_pf_lf": host_copies.pages_to_layer,
@@ -35,9 +48,12 @@ for _name, _copy in {
     "transfer_kv_per_layer_mla": host_copies.kernel_copy_layer,
     "transfer_kv_all_layer_mla_lf_pf": host_copies.kernel_layers_to_pages,
     "transfer_kv_per_layer_mla_pf_lf": host_copies.kernel_pages_to_layer,
-}.items():
+}
+"""The calls of sgl_kernel's kvcacheio that the host pools make, and ours."""
+
+for _name, _reference in COPIES.items():
     SERIES.member(
         f"{_POOLS}:{_name}",
         feature=FEATURE,
-        why="without sgl_kernel the module does not have the name that its copies call",
-    )(_copy)
+        why="off CUDA and ROCm the module does not have the name that its copies call",
+    )(_copy(_name, _reference))

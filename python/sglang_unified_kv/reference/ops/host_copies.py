@@ -11,10 +11,12 @@ import ctypes
 
 import torch
 
+from sglang_unified_kv.reference.upstream_kernels import ENV
+
 
 def _copy_rows(source, destination, source_rows, destination_rows) -> None:
     if source.device != destination.device:
-        # Behind the work of the caller's stream, without waiting for it.
+        # After the work of the caller's stream, without waiting for it.
         for theirs, ours in zip(source_rows.tolist(), destination_rows.tolist(), strict=True):
             row = source[theirs].view(destination.dtype).view(destination.shape[1:])
             destination[ours].copy_(row, non_blocking=True)
@@ -138,6 +140,6 @@ def _address(buffer: torch.Tensor) -> int:
 def _require_cpu(tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu":
         raise NotImplementedError(
-            "--hicache-io-backend kernel: the reference engine copies by address on the CPU alone; use "
-            "direct on a GPU"
+            "--hicache-io-backend kernel: the reference engine copies by address on the CPU alone; on a GPU "
+            f"use direct, or sgl_kernel's copies ({ENV}=sgl-kernel)"
         )
