@@ -40,6 +40,14 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     )
 
 
+def prose(text: str, indent: str = "") -> str:
+    """A paragraph in lines of 120 columns."""
+    text = " ".join(text.split())
+    return textwrap.fill(
+        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def variables_table() -> str:
     def default(value: object) -> str:
         return "unset" if value is None else str(int(value) if isinstance(value, bool) else value)
@@ -92,8 +100,7 @@ def _command(name: str, command: Any) -> str:
             shown = f"{parameter.opts[-1]} {parameter.metavar or _kind(types[parameter.name])}"
         told = "" if parameter.default in (None, False) else f" Default: {parameter.default}."
         rows.append((f"`{shown}`", f"{parameter.help}{told}"))
-    paragraphs = (" ".join(part.split()) for part in command.help.split("\n\n"))
-    text = "\n\n".join(paragraphs)
+    text = "\n\n".join(prose(part) for part in command.help.split("\n\n"))
     return f"### `sglang-unified-kv {name}`\n\n{text}\n\n{table(('argument', 'meaning'), rows)}"
 
 
@@ -120,7 +127,7 @@ def conditions() -> str:
     lines = [_line(r) for r in engage.ENVIRONMENT_CONDITIONS + engage.LAUNCH_CONDITIONS]
     tiers = [f"with `{name}`: {_line(rule)}" for name, rule in engage.TIER_CONDITIONS.items()]
     hisparse = [f"with `{HISPARSE}`: --enable-hisparse"]
-    return "\n".join(f"- {line}" for line in (*lines, *tiers, *hisparse))
+    return "\n".join(prose(f"- {line}", "  ") for line in (*lines, *tiers, *hisparse))
 
 
 def refusals() -> str:
@@ -164,7 +171,7 @@ def _part(part: str, edits: list[Edit]) -> str:
         file = f"`{module.removeprefix('sglang.').replace('.', '/')}.py`"
         rows.append((f"{file} `{name}`", KINDS[edit.kind], ours, edit.why))
     heading = "HiSparse" if part == "hisparse" else part[:1].upper() + part[1:]
-    text = f"{PARTS[part]}\n\n" if part in PARTS else ""
+    text = f"{prose(PARTS[part])}\n\n" if part in PARTS else ""
     return f"## {heading}\n\n{text}{table(COLUMNS, rows)}"
 
 

@@ -1,10 +1,14 @@
 """``sglang-unified-kv plan`` with ``--enable-hisparse``: what it prints, plans and refuses."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from plan_runs import SERVER, machine, run_plan, write_pro
 from sglang_unified_kv.config import BIT_EXACT_HICACHE, HISPARSE
+from sglang_unified_kv.launches import LINES
+from sglang_unified_kv.ring.capacity import GB, HOST_RESERVE
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +94,51 @@ def test_what_hisparse_refuses_is_not_planned(pro):
     assert code == 2 and "--pp-size 2: pipeline parallelism" in output
     code, output = run_plan(command(pro, buffer=256))
     assert code == 2 and "device_buffer_size=256: a decode step" in output
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "hisparse.md").read_text()
+ROWS = re.findall(r"^\| (off|\d) \| (\d[\d,]+ \| .*) \|$", PAGE, re.M)
+
+
+def planned(model, ratio, rank_gb):
+    """The plan of the page's launch with another ratio, or without HiSparse."""
+    line = LINES["hisparse"]
+    config = line.value("--hisparse-config")
+    _, name, *words = line.plan
+    words[words.index("--model-path") + 1] = str(model)
+    words[words.index("--host-gb") + 1] = str(rank_gb * line.ranks + HOST_RESERVE / GB)
+    at = words.index("--enable-hisparse")
+    words[at:] = ["--enable-hisparse", "--hisparse-config", config] if ratio else []
+    if ratio:
+        words[-1] = json.dumps(json.loads(config) | {"host_to_device_ratio": ratio})
+    env = {} if ratio else {BIT_EXACT_HICACHE: "0"}
+    code, output = run_plan([name, "--json", *words], line.plan_env | env)
+    return code, json.JSONDecoder().raw_decode(output)[0]
+
+
+@pytest.mark.parametrize("ratio, row", ROWS, ids=[ratio for ratio, _ in ROWS])
+def test_the_pages_table_is_what_plan_says(pro, ratio, row):
+    _, without = planned(pro, 0, 1000)
+    cells = [f"{without['tokens']:,}", "", f"{without['per_token']:,.0f}", "all", "", ""]
+    cells += ["", str(without["prompts"]["device tokens"])]
+    if ratio != "off":
+        _, found = planned(pro, int(ratio), 1000)
+        hisparse, prompts = found["hisparse"], found["prompts"]
+        gain = f"{100 * (found['tokens'] / without['tokens'] - 1):+.3g} %"
+        cells = [f"{found['tokens']:,}", gain, f"{found['per_token']:,.0f}"]
+        cells += [f"{hisparse['rows']:,}", f"{found['host_bytes']['cold C4 rows'] / GB:.1f} GB"]
+        cells += [f"{hisparse['longest_sequence']:,}", f"{prompts['device C4 rows']:,}"]
+        cells += [f"{prompts['logical tokens']:,}"]
+    assert [cell.strip() for cell in row.split("|")] == cells
+
+
+def test_the_pages_limit_of_the_host_is_what_plan_says(pro):
+    text = " ".join(PAGE.split())
+    said = re.search(r"with (\d+) GB per rank S = (\d) is refused [^.]*? at most ([\d,]+),", text)
+    gb, ratio, most = said.groups()
+    code, report = planned(pro, int(ratio), int(gb))
+    assert code == 1
+    assert any(
+        f"set --max-total-tokens to at most {most.replace(',', '')}" in r
+        for r in report["refusals"]
+    )

@@ -17,7 +17,7 @@ from sglang_unified_kv.attestation import digest
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.config import variables
 from sglang_unified_kv.edits import HISPARSE_SERIES, REPORT, RING, SERIES
-from sglang_unified_kv.launches import LINES
+from sglang_unified_kv.launches import LINES, block
 from sglang_unified_kv.metrics import BY_NAME
 from sglang_unified_kv.reference.edits import SERIES as REFERENCE
 
@@ -83,6 +83,13 @@ def test_links_lead_to_a_file_and_a_heading(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         assert not anchor or anchor in ANCHORS[file], target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_prose_ends_at_120_columns(page):
+    # Tables are one line a row.
+    long = [line for line in prose(page).splitlines() if len(line) > 120]
+    assert [line for line in long if not line.lstrip().startswith("|")] == []
 
 
 TESTS = {p.name: p.read_text() for p in (REPO / "test").rglob("*.py")}
@@ -276,8 +283,7 @@ def test_a_plan_prints_what_the_page_shows(forks, case, tmp_path):
         if p.name == page and "One rank" in text
     ]
     printed = " ".join(ended.stdout.split())
-    if shown:
-        assert printed in shown
-    else:
-        # The page has its figures in a table of its own.
-        assert "22,405,376" in printed
+    (line,) = [line for line in LINES.values() if line.host_gb and line.plan == words]
+    assert printed.endswith(" ".join(block(line.command, line.env).split()))
+    # That page has its figures in a table: test_hisparse_plan_command.py.
+    assert printed in shown or page == "hisparse.md"

@@ -1,7 +1,9 @@
 """The operator's calculator: its bytes are those of pools that exist, its sums those of the publication."""
 
 import doctest
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -328,6 +330,19 @@ def test_as_many_run_as_fit_with_their_slots(capacity, slot, pages):
         return sizes_of(tokens=left * PAGE, slots=running + 1)
 
     assert most_running(sizes, talk) == capacity // (pages + slot)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_pages_example_of_a_conversation(pairs):
+    text = " ".join((Path(__file__).parents[2] / "docs" / "operating.md").read_text().split())
+    example = re.search(r"An example: (.*?) Capacity is counted", text)[1]
+    turns, first, new, added, *rest = (
+        int(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", example)
+    )
+    talk = Conversation(first, new, turns, added)
+    prompts_of = [talk.prompt_of(turn) for turn in range(1, turns + 1)]
+    apart = [stored_pages(length, new, pairs) for length in prompts_of]
+    assert rest == [*prompts_of, talk.pages(pairs), *apart]
 
 
 @given(
