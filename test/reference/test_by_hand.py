@@ -1,4 +1,4 @@
-"""The lines of docs/by_hand.md, from the page's own text."""
+"""The lines of docs/by_hand.md, from the page's own text; ``test_launch_engines.py`` starts engines from them."""
 
 import json
 import os
@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 from sglang_unified_kv.cli.client import SGLangClient
 from sglang_unified_kv.cli.server import ServerProcess, free_port
-from sglang_unified_kv.reference.harness import InProcessEngine
 
 PAGE = (Path(__file__).parents[2] / "docs" / "by_hand.md").read_text()
 BLOCKS = dict.fromkeys(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.M | re.S))
 SERVERS = [block for block in BLOCKS if "launch_server" in block]
-PROMPT = list(range(100, 800))
 
 
 def block(having: str) -> str:
@@ -42,24 +40,6 @@ def test_the_ranks_are_launched_as_one_is_with_drafts_and_storage():
     eagle, storage, ranks = (set(flags_of(server)) for server in SERVERS)
     assert ranks - eagle - storage == {"--tp-size", "--attn-dp-size", "2", "1024", "8"}
     assert not (eagle | storage) - ranks - {"512"}
-
-
-@pytest.mark.parametrize("server", [0, 1], ids=["EAGLE", "storage"])
-def test_engines_from_the_flags_of_the_page(next_n_path, monkeypatch, tmp_path, server):
-    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path / "new" / "storage"))
-    answers = []
-    for _ in range(1 + server):
-        with InProcessEngine(next_n_path, flags=flags_of(SERVERS[server])) as engine:
-            if not answers:
-                answers.append(engine.run(PROMPT, 8))
-                assert answers[0].cached_tokens == 0
-                engine.drain()
-                if server:
-                    continue
-            answers.append(engine.run(PROMPT, 8))
-    cold, hit = answers
-    assert hit.cached_tokens == 512 and hit.output_ids == cold.output_ids
-    assert hit.details.get("storage", 0) == (512 if server else 0)
 
 
 @pytest.fixture(scope="module")
