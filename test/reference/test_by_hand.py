@@ -1,4 +1,4 @@
-"""The lines of docs/by_hand.md, from the page's own text; ``test_launch_engines.py`` starts engines from them."""
+"""docs/by_hand.md from the page's own text; ``test_launch_engines.py`` starts engines from its lines."""
 
 import json
 import os
