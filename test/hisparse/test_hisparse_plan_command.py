@@ -116,9 +116,13 @@ def planned(model, ratio, rank_gb):
     return code, json.JSONDecoder().raw_decode(output)[0]
 
 
+@pytest.fixture(scope="module")
+def without(pro):
+    return planned(pro, 0, 1000)[1]
+
+
 @pytest.mark.parametrize("ratio, row", ROWS, ids=[ratio for ratio, _ in ROWS])
-def test_the_pages_table_is_what_plan_says(pro, ratio, row):
-    _, without = planned(pro, 0, 1000)
+def test_the_pages_table_is_what_plan_says(pro, without, ratio, row):
     cells = [f"{without['tokens']:,}", "", f"{without['per_token']:,.0f}", "all", "", ""]
     cells += ["", str(without["prompts"]["device tokens"])]
     if ratio != "off":

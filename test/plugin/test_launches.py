@@ -144,7 +144,20 @@ BROKEN_SPARSE = {
 }
 
 
-@pytest.mark.parametrize("name", [*BROKEN, *BROKEN_SPARSE])
+SWEPT = (
+    *("a size in GB beside a ratio", "an NPU's copies", "storage whose config is no JSON"),
+    *("two-batch overlap", "drafts that branch", "no radix cache", "a small buffer", "write back"),
+)
+"""The rules of these are tested without a process as well (``test_engage.py``)."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SWEPT else ())
+        for name in (*BROKEN, *BROKEN_SPARSE)
+    ],
+)
 def test_doctor_says_no_to_a_broken_line_and_names_the_flag(name, doctor):
     line = GOOD if name in BROKEN else SPARSE
     flags, named = (BROKEN | BROKEN_SPARSE)[name]
