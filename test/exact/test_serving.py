@@ -190,6 +190,8 @@ def test_paused_requests_go_on_exactly(engine, manager, cold, mode):
 @only_chunked
 def test_forced_retraction_stays_exact(engine, manager, cold, monkeypatch):
     monkeypatch.setattr(scheduler_module, "TEST_RETRACT", True)
+    # Every second step, whatever ran before.
+    engine.scheduler.forward_ct = 1
     monkeypatch.setattr(scheduler_module, "TEST_RETRACT_INTERVAL", 2)
     monkeypatch.setattr(scheduler_module, "TEST_RETRACT_NO_PREFILL_BS", 4)
     resumed = []

@@ -296,6 +296,6 @@ def test_what_cannot_be_planned_is_said(pro):
     assert code == 2 and "--enable-deepseek-v4-fp4-indexer is True" in output
     assert "leave the flag out" in output
     code, output = planned(pro, flags=("--hicache-size", "90"))
-    assert code == 2 and "--hicache-size 90: not for DeepSeek-V4; use --hicache-ratio" in output
+    assert code == 2 and "--hicache-size 90: SGLang does not size HiCache" in output
     code, output = planned("/nonexistent/model")
     assert code == 2 and "SGLang rejects this" in output
