@@ -177,7 +177,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("path", [None, "tensor"])
+@pytest.mark.parametrize("path", [None, pytest.param("tensor", marks=pytest.mark.slow)])
 def test_a_session_ends_while_requests_run(engine, updates, mode, models, path, form):
     length, steps = FORMS[form]
     manager, (_, new) = engine.tree.checkpoints, models[mode]
