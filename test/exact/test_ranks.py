@@ -14,6 +14,7 @@ from rank_pair import engine_of, rank_pair
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
 from sglang_unified_kv.edits.samples import samples_of
+from sglang_unified_kv.edits.weights_name import WeightsName
 from sglang_unified_kv.reference.harness import prompt
 from storage_folder import STORAGE, at, records
 
@@ -180,6 +181,16 @@ def test_updated_weights_are_named_without_the_other_ranks(pair, model_path, tmp
     again, _ = pair(updated, str(model_path), tmp_path)
     assert again[0] == first[0], "a restart finds what was stored"
     assert again[1] != first[1], "after an update only this start of the server knows the weights"
+
+
+def test_a_failed_update_leaves_no_two_ranks_with_one_name():
+    """It may have changed other tensors on each of them."""
+    ranks = [WeightsName.__new__(WeightsName) for _ in range(2)]
+    for done, alike in ((True, True), (False, False), (True, False)):
+        for rank in ranks:
+            rank._history = getattr(rank, "_history", "")
+            rank.updated(done)
+        assert (ranks[0]._history == ranks[1]._history) == alike
 
 
 def attached(rank, port, model, folder):

@@ -494,7 +494,14 @@ def test_a_file_that_cannot_be_deleted_does_not_keep_the_others(
     assert any(f"{stuck} stays" in r.getMessage() for r in caplog.records)
 
 
-def test_what_was_cleared_is_not_accounted_for_any_more(engine, manager, oracle, folder):
+def test_what_was_cleared_is_not_accounted_for_any_more(
+    engine, manager, oracle, folder, monkeypatch
+):
+    delete = Path.unlink
+
+    def fail(path):
+        raise PermissionError(path)
+
     Recorder(engine).run(oracle.text[:700])
     settle(engine)
     storage = engine.tree.cache_controller.storage_backend
@@ -505,12 +512,23 @@ def test_what_was_cleared_is_not_accounted_for_any_more(engine, manager, oracle,
     backend = HiCacheFile(config)
     backend.registered_pools = storage._backend.registered_pools
     key = storage._prefix + chain_of(engine, oracle.text[:700])[0]
-    assert backend.exists(key) and backend._evictor._total_bytes > 5
+    evictor = backend._evictor
+    assert backend.exists(key) and evictor._total_bytes > 5
+    known = list(evictor._lru)
+    stuck, written = [name for name in known if name != other][:2]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Path, "unlink", lambda path: fail(path) if path.stem == stuck else delete(path)
+        )
+        patch.setattr(evictor, "_pending_writes", {written})
+        with pytest.raises(PermissionError):
+            clear_namespace(backend, storage._prefix)
+    assert set(evictor._lru) == {stuck, written, other}, "what stays is counted"
     # Another rank deletes them first.
-    assert clear_namespace(storage._backend, storage._prefix) > 0
+    assert clear_namespace(storage._backend, storage._prefix) == 1
     assert clear_namespace(backend, storage._prefix) == 0
     assert not backend.exists(key)
-    assert (list(backend._evictor._lru), backend._evictor._total_bytes) == ([other], 5)
+    assert (list(evictor._lru), evictor._total_bytes) == ([other], 5)
     backend.file_path = str(folder / "is not there")
     with pytest.raises(FileNotFoundError):
         clear_namespace(backend, storage._prefix)

@@ -111,14 +111,19 @@ def _files(base: str, name: re.Pattern[str], deep: bool) -> Iterator[Path]:
 
 
 def _forget(backend: HiCacheFile, name: re.Pattern[str]) -> None:
-    """What the backend knows of files called so; another rank may have deleted them."""
+    """What the backend knows of files called so that are gone; another rank may have deleted them.
+
+    Those that stay, or are being written, go on counting against the folder's limit.
+    """
     if backend.metadata_cache is not None:
         backend.metadata_cache.clear()  # what was seen lately, no more
     evictor = backend._evictor
     with evictor._lock:
         known = [key for key in evictor._lru if name.fullmatch(f"{key}.bin")]
+        known = [key for key in known if key not in evictor._pending_writes]
     for key in known:
-        evictor.abort(key)
+        if not os.path.exists(os.path.join(backend.file_path, f"{key}.bin")):
+            evictor.abort(key)
 
 
 def _words(backend: Any) -> tuple[str, str]:

@@ -23,12 +23,9 @@ class WeightsName:
     One rank is called by the digest of its weights, whenever it is asked. Several ranks are called by the
     digests of all of them, exchanged at start. After an update, or where storage is attached later, no rank
     can count on the others to be here: updates fail, and data-parallel ranks are flushed, and idle, one by
-    one. Every rank receives the same update calls in the same order, so their outcomes are the name then, and
-    what is stored under it serves no other start of the server.
-
-    >>> one, other = WeightsName.history("", True), WeightsName.history("", False)
-    >>> WeightsName.history(one, False) == WeightsName.history(other, True)
-    False
+    one. Every rank receives the same update calls in the same order, so their number is the name then, and
+    what is stored under it serves no other start of the server. A call that failed leaves each rank with
+    weights of its own, and with a name of its own from then on.
     """
 
     def __init__(self, models: list[torch.nn.Module], *, stored: bool):
@@ -41,14 +38,10 @@ class WeightsName:
             if stored:
                 self._digest = " ".join(_of_all_ranks(self._own_digest()))
 
-    @staticmethod
-    def history(before: str, done: bool) -> str:
-        """Hex digest of the outcomes of all calls, from that of those before the last one."""
-        return hashlib.sha256(f"{before}{int(done)}".encode()).hexdigest()
-
     def updated(self, done: bool) -> None:
         """A call that may change weights has ended, well or badly."""
-        self._history = self.history(self._history, done)
+        outcome = "done" if done else secrets.token_hex(16)
+        self._history = hashlib.sha256(f"{self._history}{outcome}".encode()).hexdigest()
         self._digest = None
 
     @property
