@@ -118,7 +118,7 @@ def test_the_quick_start_asks_such_a_server(served):
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     cached = [json.loads(a)["meta_info"]["cached_tokens"] for a in done.stdout.splitlines() if a]
     assert cached == [0, 512]
-    assert asked[2].split()[4:] == f"{SMALL} --token-ids 6-1023".split()
+    assert shlex.split(asked[2].replace("\\\n", " "))[4:] == f"{SMALL} --token-ids 6-1023".split()
 
 
 def test_the_rank_says_once_what_is_engaged(served, tmp_path):

@@ -447,8 +447,8 @@ def test_slots_in_flight_pinned_and_given_back(engine, manager, read, backend, m
     assert slots() == [RECORDS - 2, 2, 0] and read("record_pins") == 2
     given_back = read("unpublished_captures_total")
     rid = engine.submit(prompt(111, 1100), 1)
-    engine.step()
     # Its first chunk is computed, and the tree has not taken it.
+    engine.step_until(lambda: slots()[2] > 0, 60, "a chunk that is computed")
     assert slots() == [RECORDS - 2 - 3, 2, 3]
     engine.abort(rid)
     held.go.set()

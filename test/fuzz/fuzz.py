@@ -349,8 +349,10 @@ class Trial:
         free = group.anchor_entry.host_pool.free_slots[::PAGE] // PAGE
         for entry in group.entries:
             if isinstance(entry.host_pool, DeepSeekV4PagedHostPool):
-                for layer in entry.host_pool.kv_buffer:
-                    layer[free] = 0xEE
+                # One tensor, or one of each layer; pages come first in both.
+                buffers = entry.host_pool.kv_buffer
+                for buffer in buffers if isinstance(buffers, list) else [buffers]:
+                    buffer[free] = 0xEE
 
     def run(self, operations: int) -> None:
         """Do that many random things; then everything must be idle and whole."""

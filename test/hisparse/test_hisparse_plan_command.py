@@ -82,7 +82,7 @@ def test_as_many_run_as_have_tokens_and_device_rows(pro):
         assert min(held.values()) == held["request slots"] == rank
         assert rank <= held[limit] <= rank + 1
         assert found["launch"]["command"][-2:] == ["--max-running-requests", str(8 * rank)]
-    none = planned(64, "1000000", code=1)
+    none = planned(128, "1000000", code=1)
     assert none["running"]["rank"] == 0 and none["prompts"]["logical tokens"] > 1
     assert any("a prompt of 1,000,000 tokens would be refused" in r for r in none["refusals"])
 
