@@ -230,9 +230,12 @@ def test_weights_are_digested_for_storage_alone(make, oracle, model_path, monkey
         assert not digested and not engine.tree.checkpoints.suspended
         assert updater.update_weights_from_disk(str(model_path), "auto")[0]
         attached, message = engine.tree.attach_storage_backend("file")
+        assert not attached and message == "the weights were updated: flush the cache, then attach"
+        assert not digested
+        engine.flush()
+        attached, message = engine.tree.attach_storage_backend("file")
         assert attached and len(digested) == 1, message
         engine.scheduler.enable_hicache_storage = True
-        assert engine.run(oracle.text[:LENGTH], 1).cached_tokens == 0
         engine.flush()
         assert len(digested) == 1, "the weights are those that were digested"
         assert engine.run(oracle.text[:LENGTH], 1).cached_tokens == 0
@@ -249,7 +252,10 @@ def test_attaching_refuses_what_start_refuses(make, tmp_path):
         assert not attached and "write_back: leave it write_through" in message
         with get_lora().override(enable_lora=True):
             attached, message = attach("file")
-        assert not attached and message == engage.LORA_WITH_STORAGE
+            assert not attached and message == engage.LORA_WITH_STORAGE
+            attached, message = attach("hf3fs")
+            assert not attached and message.endswith(f"; {engage.LORA_WITH_STORAGE}")
+            assert "hf3fs: not supported" in message
         assert engine.tree.cache_controller.storage_backend is None
 
 

@@ -3,8 +3,14 @@
 from unittest import mock
 
 import pytest
+import torch
 from oracle import Recorder, assert_equal_runs, poison_rings
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import (
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
 from sglang_unified_kv.reference.harness import prompt
 from speculation_runs import EAGLE
 from weight_updates import Updates, write_other
@@ -222,6 +228,90 @@ def test_inside_a_session_a_flush_does_not_bring_reuse_back(engine, updates, mod
         run = recorder.run(TEXT[:700])
         assert run.cached_tokens == expected
         assert_equal_runs(run, colds[served, 700])
+
+
+@pytest.fixture
+def released(engine):
+    """The weights' memory is zeroed while it is released, and comes back as it was."""
+    updater, params = (
+        engine.scheduler.weight_updater,
+        dict(engine.model_runner.model.named_parameters()),
+    )
+    kept = {name: tensor.detach().clone() for name, tensor in params.items()}
+
+    def pause(tag):
+        if tag == "weights":
+            for tensor in params.values():
+                tensor.data.zero_()
+
+    def resume(tag):
+        if tag == "weights":
+            for name, tensor in params.items():
+                tensor.data.copy_(kept[name])
+
+    with (
+        mock.patch.object(updater.memory_saver_adapter, "pause", pause),
+        mock.patch.object(updater.memory_saver_adapter, "resume", resume),
+        # SGLang asks for the GPU's here.
+        mock.patch.object(torch, "get_device_module", lambda *_: torch.cpu),
+    ):
+        yield updater
+
+
+@only("plain")
+@pytest.mark.parametrize("tags", [None, ["weights"], ["kv_cache"]], ids=str)
+def test_weights_whose_memory_is_released_are_not_reused(
+    engine, updates, released, models, colds, caplog, tags
+):
+    manager, (served, _) = engine.tree.checkpoints, models["plain"]
+    recorder = Recorder(engine)
+    recorder.run(TEXT[:700])
+    released.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+    engine.flush()
+    weights = tags != ["kv_cache"]
+    assert manager.suspended == weights
+    said = "still no prefix is reused or stored: the memory of the weights is released"
+    assert any(said in record.getMessage() for record in caplog.records) == weights
+    released.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+    assert not manager.suspended
+    for expected in (0, 512):
+        poison_rings(engine)
+        run = recorder.run(TEXT[:700])
+        assert run.cached_tokens == expected
+        assert_equal_runs(run, colds[served, 700])
+
+
+@only("plain")
+def test_pages_from_before_a_release_of_the_weights_wait_for_a_flush(engine, updates, released):
+    manager, tags = engine.tree.checkpoints, ["weights"]
+    engine.run(TEXT[:700], 2)
+    released.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
+    released.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+    assert manager.suspended and engine.run(TEXT[:700], 2).cached_tokens == 0
+    engine.flush()
+    assert not manager.suspended
+
+
+@only("plain")
+@pytest.mark.parametrize("call", ["begin", "end"])
+def test_a_session_whose_call_fails_is_what_sglang_takes_it_for(engine, updates, call, monkeypatch):
+    """The barrier of the ranks comes after SGLang has opened or closed its session."""
+    manager, updater = engine.tree.checkpoints, engine.scheduler.weight_updater
+    if call == "end":
+        updates.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            torch.distributed, "barrier", mock.Mock(side_effect=RuntimeError("rank 1 is gone"))
+        )
+        with pytest.raises(RuntimeError, match="rank 1 is gone"):
+            getattr(updates, call)()
+    assert (updater._session is not None) == (call == "begin")
+    assert manager.suspended
+    engine.flush()
+    assert manager.suspended == (call == "begin")
+    if call == "begin":
+        updates.end()
+        assert not manager.suspended
 
 
 @only("plain")

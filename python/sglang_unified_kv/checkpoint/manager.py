@@ -126,8 +126,8 @@ class CheckpointManager:
         self.storage = StorageTraffic(store, self.stats)
         self.strict_provenance = strict_provenance
         self.suspended = False
-        # A session of weight updates is open: weights may change at any moment until it ends.
-        self.in_session = False
+        # Why weights may change at any moment, without a call.
+        self._unsettled: set[str] = set()
         self._pending = PendingCaptures(store)
         self._publisher = Publisher(store, self._pending, self.stats, strict=strict_provenance)
         self.verifier = Verifier(mover, self.rings) if verify else None
@@ -166,18 +166,28 @@ class CheckpointManager:
                 "The weights were updated: no prefix is reused or stored until the cache is flushed."
             )
 
-    @property
-    def resumable(self) -> bool:
-        """Whether suspended, with weights that are final and no request that holds a row.
+    def unsettled(self, why: str, on: bool) -> None:
+        """The weights may change at any moment, without a call, for as long as this is on."""
+        if on:
+            self._unsettled.add(why)
+        else:
+            self._unsettled.discard(why)
 
-        Such a request has KV of the weights before, in part or as a whole.
+    @property
+    def suspended_by(self) -> str | None:
+        """Why :meth:`resume` has to wait; None if nothing is in the way.
+
+        A request that holds a row has KV of the weights before, in part or as a whole.
         """
-        holds = self._step is not None or self._requested or self._pending or self._paths
-        return self.suspended and not self.in_session and not holds
+        if self._unsettled:
+            return " and ".join(sorted(self._unsettled))
+        if self._step is not None or self._requested or self._pending or self._paths:
+            return "a request still has KV of the weights before"
+        return None
 
     def resume(self) -> None:
         """Nothing of the weights before is left: forget every checkpoint, and reuse and publish again."""
-        assert self.resumable, "a request still has KV of other weights"
+        assert self.suspended_by is None, self.suspended_by
         self.reset()
         self.suspended = False
 

@@ -73,7 +73,10 @@ class StorageStrictCache(UnifiedRadixCache):
 
     def _resume(self) -> bool:
         """End the suspension of a weight update on emptied caches; False if there is none or it goes on."""
-        if not self.checkpoints.resumable:
+        if not self.checkpoints.suspended:
+            return False
+        if why := self.checkpoints.suspended_by:
+            logger.warning("The cache is empty, and still no prefix is reused or stored: %s.", why)
             return False
         # What the new weights compute must not meet what the old ones stored.
         self._bind_storage()
@@ -88,15 +91,18 @@ class StorageStrictCache(UnifiedRadixCache):
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
-        refused = engage.storage_obstacle(storage_backend)
+        refused = [engage.storage_obstacle(storage_backend)]
         if self.checkpoints.strict_provenance:
-            refused = engage.STRICT_PROVENANCE_WITH_STORAGE
+            refused.append(engage.STRICT_PROVENANCE_WITH_STORAGE)
         if get_lora().enable_lora:
-            refused = engage.LORA_WITH_STORAGE
-        if refused is None and hicache_write_policy not in (None, "write_through"):
-            refused = f"hicache_write_policy {hicache_write_policy}: leave it write_through"
-        if refused is not None:
-            return False, refused
+            refused.append(engage.LORA_WITH_STORAGE)
+        if hicache_write_policy not in (None, "write_through"):
+            refused.append(f"hicache_write_policy {hicache_write_policy}: leave it write_through")
+        if self.checkpoints.suspended:
+            # The weights may be changing, and they name what is stored.
+            refused.append("the weights were updated: flush the cache, then attach")
+        if reasons := [reason for reason in refused if reason]:
+            return False, "; ".join(reasons)
         ok, message = super().attach_storage_backend(
             storage_backend,
             storage_backend_extra_config_json,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
 from .active import current
 from .series import SERIES
 
@@ -46,6 +48,10 @@ for _name, (_params, _fingerprint) in {
     )(update)
 
 
+_SESSION = "a session of weight updates is open"
+_RELEASED = "the memory of the weights is released"
+
+
 @SERIES.wrap(
     f"{_MANAGER}.begin_weight_update",
     feature=_FEATURE,
@@ -54,9 +60,10 @@ for _name, (_params, _fingerprint) in {
     fingerprint="6ee0a8bc31d8de78",
 )
 def begin_weight_update(original, self, recv_req):
-    output = original(self, recv_req)
-    _note_session(self)
-    return output
+    try:
+        return original(self, recv_req)
+    finally:
+        _note_session(self)
 
 
 @SERIES.wrap(
@@ -67,16 +74,58 @@ def begin_weight_update(original, self, recv_req):
     fingerprint="7cd4623a8689f548",
 )
 def end_weight_update(original, self, recv_req):
-    output = original(self, recv_req)
-    if _note_session(self):
-        self.scheduler.tree_cache.resume_if_empty()
+    try:
+        output = original(self, recv_req)
+    finally:
+        _note_session(self)
+    _resume_if_empty(self)
     return output
 
 
-def _note_session(updater) -> bool:
-    """Tell the manager whether a session is open; False if nothing is engaged."""
+@SERIES.wrap(
+    f"{_MANAGER}.release_memory_occupation",
+    feature=_FEATURE,
+    why="weights whose memory is released come back as others, or are read from nowhere",
+    params="self, recv_req",
+    fingerprint="ca8fd1908a792450",
+)
+def release_memory_occupation(original, self, recv_req):
     active = current()
-    if active is None:
-        return False
-    active.manager.in_session = updater._session is not None
-    return True
+    if active is not None and _of_weights(recv_req.tags):
+        active.manager.suspend()
+        active.manager.unsettled(_RELEASED, True)
+    return original(self, recv_req)
+
+
+@SERIES.wrap(
+    f"{_MANAGER}.resume_memory_occupation",
+    feature=_FEATURE,
+    why="the weights are there again, and may be others",
+    params="self, recv_req",
+    fingerprint="363929aa4d9ef3a4",
+)
+def resume_memory_occupation(original, self, recv_req):
+    output = original(self, recv_req)
+    active = current()
+    if active is not None and _of_weights(recv_req.tags):
+        active.manager.unsettled(_RELEASED, False)
+        if active.weights is not None:
+            active.weights.updated(True)
+        _resume_if_empty(self)
+    return output
+
+
+def _of_weights(tags: list[str] | None) -> bool:
+    # Without tags, everything.
+    return not tags or GPU_MEMORY_TYPE_WEIGHTS in tags
+
+
+def _note_session(updater) -> None:
+    active = current()
+    if active is not None:
+        active.manager.unsettled(_SESSION, updater._session is not None)
+
+
+def _resume_if_empty(updater) -> None:
+    if current() is not None:
+        updater.scheduler.tree_cache.resume_if_empty()
