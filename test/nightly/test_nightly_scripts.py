@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,16 @@ def test_every_launch_says_its_host_memory(job, tmp_path):
         _, *warned = dry_run.host_memory(launch, enough - 1)
         assert len(warned) == (need > 0)
         assert all(f"this host has {enough - 1:.0f} GB free" in line for line in warned)
+        # Another machine than that of the job tells nothing.
+        assert list(dry_run.host_memory(launch, None)) == [said]
+
+
+def test_a_machine_that_is_elsewhere_is_not_short_of_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(dry_run, "free_host_gb", lambda: 1.0)
+    here = replace(MI355X, device=None)
+    assert any("too little" in line for line in plan_of("prefill", here, tmp_path))
+    elsewhere = replace(MI355X, device=tmp_path / "kfd")
+    assert not any("too little" in line for line in plan_of("prefill", elsewhere, tmp_path))
 
 
 def plan_of(job, machine, out):

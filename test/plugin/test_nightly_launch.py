@@ -188,11 +188,28 @@ def test_a_model_whose_config_is_not_there_is_refused_and_the_remedy_is_said(tmp
     assert "sglang-unified-kv plan --write-config DIR" in said
 
 
-def test_a_doctor_that_breaks_is_no_yes():
+def test_a_doctor_that_breaks_says_neither_yes_nor_no(tmp_path):
     code = "raise SystemExit('no disk')"
     report = dry_run.report_of(*dry_run.ask_doctor([sys.executable, "-c", code], {}))
-    assert opinion("on", report).reasons == ["doctor: it ended with exit code 1: no disk"]
-    assert opinion("off", report).reasons == ["doctor: it ended with exit code 1: no disk"]
+    assert opinion("on", report).reasons == ["it ended with exit code 1: no disk"]
+    assert opinion("off", report).reasons == ["it ended with exit code 1: no disk"]
+
+    refused = json.dumps({"checks": {"launch flags": ["no"]}, "platform_checked": True})
+    (good,) = JOBS["l3_restart"](MI355X).phases
+    other = replace(good, name="on", launch=replace(good.launch, env={"A": "1"}))
+
+    def ask(command, env):
+        return next(answers)
+
+    for phases, expected in (((good, other), 1), ((good,), 2)):
+        answers = iter([(1, "", "no disk"), (0, refused, "")])
+        with open(tmp_path / "said", "w") as said:
+            console, job = Console(file=said), Job("job", "", phases)
+            assert dry_run.run(console, job, MI355X, None, None, tmp_path, ask) == expected
+        text = (tmp_path / "said").read_text()
+        assert "verify: doctor gave no answer\n    - it ended with exit code 1: no disk" in text
+        assert "\ndoctor gave no answer for verify\n" in text
+        assert ("doctor refuses 1 of 2 launches: on" in text) == (expected == 1)
 
 
 def test_a_doctor_that_never_ends_is_ended(monkeypatch):

@@ -297,5 +297,8 @@ def test_what_cannot_be_planned_is_said(pro):
     assert "leave the flag out" in output
     code, output = planned(pro, flags=("--hicache-size", "90"))
     assert code == 2 and "--hicache-size 90: SGLang does not size HiCache" in output
+    # What --lora-paths implies is known after SGLang's own checks.
+    code, output = planned(pro, flags=("--hicache-storage-backend", "file", "--lora-paths", "a=b"))
+    assert code == 2 and "--enable-lora (--lora-paths sets it) with a storage" in output
     code, output = planned("/nonexistent/model")
     assert code == 2 and "SGLang rejects this" in output

@@ -231,12 +231,13 @@ def _planner(flags: list[str]):
             f"--enable-hisparse while {HISPARSE} is off: SGLang refuses it on unified KV"
         )
     validate_hisparse(args)
+    # It sets flags that others imply.
+    check_server_args(args)
     facts = facts_of(args)
     if args.hicache_ratio is None and not args.hicache_size:
         # The plan chooses one.
         facts = replace(facts, hicache_host_memory_fraction=None)
     engage.engage(settings, facts)
-    check_server_args(args)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     return Planner(args), settings, args
 

@@ -42,11 +42,12 @@ def config_error(text: str | None, index_topk: int, page_size: int) -> str:
     if not isinstance(found, dict):
         return f"--hisparse-config {text}: it is no JSON object; correct it"
     # SGLang's own defaults.
-    top_k = found.get("top_k", 2048)
-    buffer = found.get("device_buffer_size", 2 * top_k)
-    for name, value in (("top_k", top_k), ("device_buffer_size", buffer)):
-        if type(value) is not int:
-            return f"--hisparse-config {name}={value!r}: it must be an integer; correct it"
+    sizes = {"top_k": 2048} | found
+    for name in ("top_k", "device_buffer_size"):
+        if name in sizes and type(sizes[name]) is not int:
+            return f"--hisparse-config {name}={json.dumps(sizes[name])}: it must be an integer; correct it"
+    top_k = sizes["top_k"]
+    buffer = sizes.get("device_buffer_size", 2 * top_k)
     if buffer < top_k:
         return (
             f"--hisparse-config device_buffer_size={buffer}: it is below top_k={top_k}; "

@@ -66,21 +66,24 @@ def run(
         )
     if model and not Path(model, "config.json").is_file():
         say(f"  {NEEDS_CONFIG.format(model=model)}")
-    refused = []
+    refused, unasked = [], []
     with signals_unwind(), tempfile.TemporaryDirectory() as folder:
         asked = model or str(write_model(Path(folder) / "model"))
         for opinion in opinions(job, machine, asked, out, ask or ask_doctor):
             say(f"  {opinion.phase}: {opinion}")
-            refused += [opinion.phase] if opinion.reasons else []
+            if opinion.reasons:
+                (refused if opinion.answered else unasked).append(opinion.phase)
+    if unasked:
+        say(f"\ndoctor gave no answer for {', '.join(unasked)}")
     if refused:
         say(f"\ndoctor refuses {len(refused)} of {len(job.phases)} launches: {', '.join(refused)}")
-    return 1 if refused else 0
+    return 1 if refused else 2 if unasked else 0
 
 
 def lines(job: Job, machine: Machine, model: str, data: str | None, out: Path) -> Iterator[str]:
     """The plan: commands with their environment, what is checked, thresholds, time and host memory."""
     yield f"{job.name} on {machine.name}: {job.purpose}"
-    works, free = [], free_host_gb()
+    works, free = [], free_host_gb() if machine.here else None
     for phase in job.phases:
         place = phase.place(machine, out, data, "PORT")
         work = phase.work(place)
@@ -110,8 +113,11 @@ def free_host_gb(meminfo: Path = Path("/proc/meminfo")) -> float:
     return int(rows["MemAvailable"].split()[0]) * 1024 / GB
 
 
-def host_memory(launch: Launch, free_gb: float) -> Iterator[str]:
-    """What a launch pins on its host, and a warning where ``free_gb`` (1e9 bytes) is too little."""
+def host_memory(launch: Launch, free_gb: float | None) -> Iterator[str]:
+    """What a launch pins on its host, and a warning where ``free_gb`` (1e9 bytes) is too little.
+
+    None: the machine is not here.
+    """
     if launch.rank_host_gb is None:
         yield "host memory: not planned, the caches are small"
         return
@@ -120,7 +126,7 @@ def host_memory(launch: Launch, free_gb: float) -> Iterator[str]:
         f"host memory: {need:.0f} GB pinned at most ({launch.ranks} ranks of {launch.rank_host_gb:g} GB, by "
         "`sglang-unified-kv plan`)"
     )
-    if need and need + RESERVE_GB > free_gb:
+    if need and free_gb is not None and need + RESERVE_GB > free_gb:
         yield (
             f"warning: this host has {free_gb:.0f} GB free, of which SGLang leaves {RESERVE_GB:.1f} GB "
             "alone: too little"
@@ -134,11 +140,13 @@ class Opinion(NamedTuple):
         phase: of the job.
         verdict: in words.
         reasons: why it would not start as it should; none if it would.
+        answered: doctor ended with a report.
     """
 
     phase: str
     verdict: str
     reasons: list[str]
+    answered: bool = True
 
     def __str__(self) -> str:
         return "\n    - ".join([self.verdict, *self.reasons])
@@ -166,13 +174,12 @@ def ask_doctor(command: list[str], env: dict[str, str]) -> tuple[int, str, str]:
 
 
 def report_of(code: int, stdout: str, stderr: str) -> dict[str, Any]:
-    """Doctor's report, or one that says how it ended without."""
+    """Doctor's report; without one, only how it ``ended``."""
     last = stderr.strip().splitlines()[-1:]
     try:
         report: dict[str, Any] = json.loads(stdout)
     except ValueError:
-        reason = " ".join([f"it ended with exit code {code}:", *last])
-        return {"checks": {"doctor": [reason]}}
+        return {"ended": " ".join([f"it ended with exit code {code}:", *last])}
     for found in report["checks"].values():
         if any("stderr" in reason for reason in found):
             found += last
@@ -181,6 +188,8 @@ def report_of(code: int, stdout: str, stderr: str) -> dict[str, Any]:
 
 def opinion(phase: str, report: Mapping[str, Any]) -> Opinion:
     """Judge a report: ours has to engage; of stock SGLang, whether it takes the flags and we stay out."""
+    if ended := report.get("ended"):
+        return Opinion(phase, "doctor gave no answer", [ended], answered=False)
     checks: Mapping[str, list[str]] = report["checks"]
     stock = phase in STOCK
     if stock and "launch flags" in checks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import ceil
 from typing import NamedTuple
 
 
@@ -66,10 +67,10 @@ def seconds(work: Work, pace: Pace) -> float:
 def clock(seconds: float) -> str:
     """Hours and minutes, rounded up.
 
-    >>> clock(59), clock(3_601), clock(36_000)
-    ('0 h 01 min', '1 h 01 min', '10 h 00 min')
+    >>> clock(59), clock(60.5), clock(36_000)
+    ('0 h 01 min', '0 h 02 min', '10 h 00 min')
     """
-    hours, minutes = divmod(-(-int(seconds) // 60), 60)
+    hours, minutes = divmod(ceil(seconds / 60), 60)
     return f"{hours} h {minutes:02d} min"
 
 
