@@ -48,7 +48,7 @@ def run(
         ask: in place of :func:`ask_doctor`.
 
     Returns:
-        0: every launch would start. 1: doctor refuses one. 2: doctor could not be asked.
+        0: every launch would start. 1: doctor refuses one. 2: doctor could not be asked, or gave no answer.
     """
 
     def say(line: str) -> None:
@@ -66,7 +66,8 @@ def run(
         )
     if model and not Path(model, "config.json").is_file():
         say(f"  {NEEDS_CONFIG.format(model=model)}")
-    refused, unasked = [], []
+    refused: list[str] = []
+    unasked: list[str] = []
     with signals_unwind(), tempfile.TemporaryDirectory() as folder:
         asked = model or str(write_model(Path(folder) / "model"))
         for opinion in opinions(job, machine, asked, out, ask or ask_doctor):
