@@ -15,6 +15,7 @@ os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_HOST_GB"] = "0.1"
 os.environ["SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"] = "grid"
 
 import contextlib  # noqa: E402
+import gc  # noqa: E402
 
 import pytest  # noqa: E402
 from forks import fork_server  # noqa: E402
@@ -69,6 +70,9 @@ def make_engine(model_path):
     from sglang_unified_kv.reference.harness import InProcessEngine
 
     load_plugins()  # with the product requested, whatever the first engine will be
+    # Every engine that closes collects garbage: not among all that was imported, which stays.
+    gc.collect()
+    gc.freeze()
 
     @contextlib.contextmanager
     def make(*, stock=False, env=None, model=model_path, **server_args):

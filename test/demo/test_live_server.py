@@ -188,6 +188,30 @@ def test_dashboard_and_alerts_ask_sglang_for_what_it_exports(served):
             assert labels - {"dp_rank"} - SCRAPED <= exported[name], name
 
 
+def post(served, path, body):
+    body |= {"model": "tiny", "temperature": 0}
+    return requests.post(f"{served.url}{path}", json=body, timeout=120).json()
+
+
+def test_text_completions_reuse_their_prefix(served):
+    text = "The quick brown fox jumps over the lazy dog. " * 15
+    first, second = (
+        post(served, "/v1/completions", {"prompt": text, "max_tokens": 6}) for _ in range(2)
+    )
+    assert first["usage"]["prompt_tokens"] > 600 and first["usage"]["completion_tokens"] == 6
+    assert first["choices"][0]["text"] == second["choices"][0]["text"] != ""
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 512
+
+
+def test_chat(served):
+    messages = [{"role": "user", "content": "Bonjour, ça va ?"}]
+    answer = post(served, "/v1/chat/completions", {"messages": messages, "max_tokens": 5})
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["usage"]["completion_tokens"] == 5
+    assert answer["usage"]["prompt_tokens"] > 16
+
+
 @pytest.mark.timeout(900)
 def test_a_known_workload_is_what_is_exported_and_what_answers_report(served):
     served.client.flush_cache()

@@ -39,7 +39,10 @@ class Stock:
         return [self._found[tuple(ids)] for ids in prompts]
 
 
-@pytest.fixture(scope="module", params=MODES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(m, marks=() if m == "eagle" else pytest.mark.slow) for m in MODES],
+)
 def make(request, make_engine, model_path, next_n_path, tmp_path_factory):
     """Engines of one mode on one folder."""
     folder = tmp_path_factory.mktemp("storage")

@@ -35,7 +35,8 @@ def test_there_is_no_host_pool_of_pages(engine, manager):
 
 
 @pytest.mark.parametrize(
-    "stride, length, boundary", [(1, 700, 512), (1, 2700, 2560), (4, 2700, 2048)]
+    "stride, length, boundary",
+    [(1, 700, 512), pytest.param(1, 2700, 2560, marks=pytest.mark.slow), (4, 2700, 2048)],
 )
 def test_a_device_hit_is_bit_equal_to_the_cold_run(
     engine, manager, oracle, stride, length, boundary

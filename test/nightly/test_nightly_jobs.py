@@ -92,6 +92,7 @@ COMPARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_l3_restart(tmp_path):
     done, document = reference_run("l3_restart", tmp_path / "out", 1700)

@@ -40,7 +40,9 @@ def test_flag_and_variable_must_not_contradict(forks):
     assert f"argument {FLAG}: 3 contradicts {VARIABLE}=2" in ended.stderr
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5"])
+@pytest.mark.parametrize(
+    "value", ["0", "two", *(pytest.param(v, marks=pytest.mark.slow) for v in ("-1", "1.5"))]
+)
 def test_bad_value(forks, value):
     ended = parse(forks, f"{FLAG}={value}")
     assert ended.rc == 2

@@ -56,43 +56,7 @@ def url(model_path):
         server.wait()
 
 
-@pytest.fixture
-def post(url):
-    """``post(path, body)``: the answer's JSON."""
-
-    def post(path, body):
-        request = urllib.request.Request(
-            url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as response:
-            return json.loads(response.read())
-
-    return post
-
-
-def test_text_completions_reuse_their_prefix(post):
-    text = "The quick brown fox jumps over the lazy dog. " * 15
-    body = {"model": "tiny", "prompt": text, "max_tokens": 6, "temperature": 0}
-    first, second = post("/v1/completions", body), post("/v1/completions", body)
-    assert first["usage"]["prompt_tokens"] > 600 and first["usage"]["completion_tokens"] == 6
-    assert first["choices"][0]["text"]
-    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 512
-
-
-def test_chat(post):
-    body = {
-        "model": "tiny",
-        "messages": [{"role": "user", "content": "Bonjour, ça va ?"}],
-        "max_tokens": 5,
-        "temperature": 0,
-    }
-    answer = post("/v1/chat/completions", body)
-    assert answer["choices"][0]["message"]["role"] == "assistant"
-    assert answer["usage"]["completion_tokens"] == 5
-    assert answer["usage"]["prompt_tokens"] > 16
-
-
+@pytest.mark.slow
 def test_check_finds_the_fault_of_stock(url, tmp_path):
     arguments = (
         f"check --url {url} --tails 32,160 --rounds 4 --churn 4 --churn-tokens 140 --batch 1 "

@@ -159,7 +159,7 @@ def test_a_budget_is_spent_to_the_last_page(make_engine):
             < sizes.tokens
         )
         check_prompts(engine, sizes, [(255, 2), (256, 1), (257, 10)])
-        check_conversation(engine, sizes, Conversation(700, 100, turns=3, added=200))
+        check_conversation(engine, sizes, Conversation(700, 20, turns=3, added=200))
 
 
 @pytest.mark.slow

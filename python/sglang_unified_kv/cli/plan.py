@@ -122,9 +122,9 @@ def plan(
 ) -> None:
     """Print what a rank of DeepSeek-V4 on unified KV holds, what runs out first, and the launch line.
 
-    Bytes and capacities come from the functions that size the real pools. The switches for exact reuse, ring
-    accounting and HiSparse count as on unless the environment sets them to 0; our other variables count as
-    they are set. Needs SGLang and the model's config.json, no GPU.
+    Bytes and capacities come from the functions that size the real pools. Our variables count as the
+    environment sets them. If it turns no switch on, those for exact reuse, ring accounting and HiSparse count
+    as on, unless it sets them to 0. Needs SGLang and the model's config.json, no GPU.
 
     Exit code 0: the launch line is printed last. 1: SGLang would refuse what was given, or no such request
     fits; each reason is printed after "no:". 2: it could not be planned.
@@ -198,7 +198,11 @@ def plan(
 def _planner(flags: list[str]):
     """SGLang's sizer for these flags, in the state of a rank on ROCm; with the settings, and the flags."""
     os.environ["SGLANG_UNIFIED_KV_REFERENCE_ENGINE"] = "1"
-    for switch in PRODUCT_SWITCHES:
+    asked = load_settings()
+    none_on = not (
+        asked.bit_exact_hicache or asked.bit_exact_radix or asked.ring_fixes or asked.hisparse
+    )
+    for switch in PRODUCT_SWITCHES if none_on else ():
         if not os.environ.get(switch):
             os.environ[switch] = "1"
             # Nobody asked for it, so nobody misses it where the flags leave it without effect.
