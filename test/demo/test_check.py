@@ -1,6 +1,11 @@
 """The arithmetic of ``check``, and its options; against real servers: test_live_server.py, test_server.py."""
 
+import socket
+import threading
+
 import pytest
+import uvicorn
+from fastapi import FastAPI
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.cli.client import SOURCES, Generation
 from sglang_unified_kv.cli.determinism import Plan, Report, compare, requests_of, stock_credit
@@ -69,6 +74,49 @@ def test_bad_options_are_named(arguments, words):
     run = CliRunner().invoke(app, ["check", "--url", "http://127.0.0.1:9", *arguments.split()])
     flat = " ".join(run.output.replace("│", " ").split())
     assert run.exit_code == 2 and words in flat, flat
+
+
+@pytest.fixture
+def locked():
+    """URL of a web server behind SGLang's own check of API keys, and what got through."""
+    let_through = []
+    web = FastAPI()
+
+    @web.get("/server_info")
+    def server_info():
+        let_through.append(True)
+        return {"disable_radix_cache": True}
+
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    add_api_key_middleware(web, api_key="secret", admin_api_key=None)
+    server = uvicorn.Server(uvicorn.Config(web, log_level="error"))
+    # It listens before the thread runs, so requests wait.
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", let_through
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "arguments, env, passes",
+    [
+        ([], {}, False),
+        (["--api-key", "wrong"], {}, False),
+        (["--api-key", "secret"], {}, True),
+        ([], {"OPENAI_API_KEY": "secret"}, True),
+    ],
+)
+def test_a_server_with_an_api_key_is_asked_with_it(locked, arguments, env, passes):
+    url, let_through = locked
+    command = ["check", "--url", url, "--no-attestation", "--tails", "16", "--rounds", "1"]
+    run = CliRunner(env={"OPENAI_API_KEY": None} | env).invoke(app, [*command, *arguments])
+    flat = " ".join(run.output.split())
+    assert run.exit_code == 2 and bool(let_through) == passes
+    remedy = "status 401" in flat and "give the --api-key that it was launched with" in flat
+    assert remedy == (not passes), flat
 
 
 def test_no_server_is_status_2():

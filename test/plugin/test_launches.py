@@ -203,8 +203,9 @@ def test_a_line_is_the_one_that_plan_ends_with(line, pro, every_series):
     name, command, *arguments = line.plan
     at = arguments.index("--model-path") + 1
     arguments[at] = pro
-    off = dict.fromkeys(PRODUCT_SWITCHES, "0")
-    rc, output = run_plan([command, "--json", *arguments], off | {BUDGET: ""} | line.plan_env)
+    # Those that the line does not set are not set for the plan either; empty counts as unset.
+    unset = dict.fromkeys((*PRODUCT_SWITCHES, BUDGET), "")
+    rc, output = run_plan([command, "--json", *arguments], unset | line.plan_env)
     # An import may warn afterwards.
     report, _ = json.JSONDecoder().raw_decode(output)
     assert rc == 0 and not report["warnings"], report["warnings"]

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.request
 
 import pytest
 from sglang_unified_kv.cli import app

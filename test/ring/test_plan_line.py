@@ -54,7 +54,7 @@ def asked(forks, name, env, options, flags):
             {EXACT, BUDGET, FOLDER, "SGLANG_UNIFIED_KV_CHECKPOINT_POLICY"},
             ["--hicache-ratio"],
         ),
-        ([], {RADIX: "1"}, {RADIX, RING, BUDGET}, ["--max-running-requests"]),
+        ([], {RADIX: "1"}, {RADIX, BUDGET}, ["--max-running-requests"]),
         (HISPARSE, {}, {"SGLANG_UNIFIED_KV_HISPARSE"}, ["--max-running-requests"]),
     ],
     ids=["eagle", "storage", "radix", "hisparse"],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +20,11 @@ from rich.table import Table
 
 from .determinism import PAGE_TOKENS, TAILS, Plan, Report, requests_of, run
 from .extra import require_extra
+
+if TYPE_CHECKING:
+    from .client import SGLangClient
+
+    Connect = Callable[[], closing[SGLangClient]]
 
 
 def check(
@@ -42,6 +49,10 @@ def check(
         Path | None, typer.Option("--json", metavar="FILE", help="Write results as JSON.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for an answer.")] = 300.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="OPENAI_API_KEY", help="If the server was launched with --api-key."),
+    ] = None,
     attestation: Annotated[
         bool, typer.Option(help="First compare what the server's ranks say that they run.")
     ] = True,
@@ -77,11 +88,12 @@ def check(
         raise typer.BadParameter(f"--json {json_file}: its folder does not exist; create it")
     if json_file is not None and json_file.is_dir():
         raise typer.BadParameter(f"--json {json_file}: is a folder; name a file")
-    document = _attest(console, url, timeout) if attestation else {}
+    connect = partial(_connected, url, timeout, api_key)
+    document = _attest(console, connect) if attestation else {}
     if attest_only or document.get("reasons"):
         _write(json_file, document)
         raise typer.Exit(1 if document.get("reasons") else 0)
-    report = _run(console, plan, url, timeout)
+    report = _run(console, plan, connect)
     _print(console, report)
     _write(json_file, document | report.as_json())
     raise typer.Exit({"deterministic": 0, "not deterministic": 1}.get(report.verdict, 2))
@@ -92,17 +104,23 @@ def _write(json_file: Path | None, document: dict[str, Any]) -> None:
         json_file.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _attest(console: Console, url: str, timeout: float) -> dict[str, Any]:
+def _connected(url: str, timeout: float, api_key: str | None) -> closing[SGLangClient]:
+    from .client import SGLangClient
+
+    return closing(SGLangClient(url, timeout_s=timeout, api_key=api_key))
+
+
+def _attest(console: Console, connect: Connect) -> dict[str, Any]:
     """What each rank says and, if the ranks disagree, ``reasons``; for the results, and printed.
 
     Raises:
         typer.Exit: status 2, they cannot be asked. It was printed.
     """
     from .attest import attest
-    from .client import ClientError, NoMetrics, SGLangClient
+    from .client import ClientError, NoMetrics
 
     try:
-        with closing(SGLangClient(url, timeout_s=timeout)) as client:
+        with connect() as client:
             found, started, reasons, node, nodes = attest(client)
     except (ClientError, ValueError) as error:
         console.print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
@@ -155,20 +173,21 @@ def _vocabulary(model_path: str) -> int:
         return 129_280
 
 
-def _run(console: Console, plan: Plan, url: str, timeout: float) -> Report:
-    from .client import ClientError, SGLangClient
+def _run(console: Console, plan: Plan, connect: Connect) -> Report:
+    from .client import ClientError
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console.print(f"{requests_of(plan):,} requests; --rounds, --churn and --tails make it fewer.")
     with (
         Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress,
-        closing(SGLangClient(url, timeout_s=timeout)) as client,
+        connect() as client,
     ):
         task = progress.add_task("waiting for the server", total=requests_of(plan))
 
         def sent(what: str, count: int) -> None:
             progress.update(task, description=what, advance=count)
 
+        url = client.base_url
         try:
             info = client.server_info()
             if info.get("disable_radix_cache"):

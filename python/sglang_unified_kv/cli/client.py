@@ -54,13 +54,18 @@ class SGLangClient:
     Args:
         base_url: ``http://host:port``.
         timeout_s: for one answer, in seconds.
+        api_key: of a server that was launched with one.
     """
 
-    def __init__(self, base_url: str, *, timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, base_url: str, *, timeout_s: float = 300.0, api_key: str | None = None
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self._timeout_s = timeout_s
         self._session = requests.Session()
         self._session.trust_env = False
+        if api_key:
+            self._session.headers["Authorization"] = f"Bearer {api_key}"
 
     def close(self) -> None:
         self._session.close()
@@ -228,9 +233,11 @@ class SGLangClient:
             raise ClientError(f"{answer.url}: not JSON: {answer.text[:500]}") from error
 
     def _refused(self, answer: requests.Response, path: str) -> ClientError:
-        return ClientError(
-            f"{self.base_url}{path}: status {answer.status_code}: {answer.text[:500].strip()}"
+        remedy = (
+            "; give the --api-key that it was launched with" if answer.status_code == 401 else ""
         )
+        said = answer.text[:500].strip()
+        return ClientError(f"{self.base_url}{path}: status {answer.status_code}: {said}{remedy}")
 
 
 def _is_float32(value: float) -> bool:
