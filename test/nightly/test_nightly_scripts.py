@@ -214,6 +214,14 @@ def test_a_plan_says_how_long_it_takes_in_all_and_where_that_comes_from(job, tmp
     assert whole < 60 * nightly["steps"][-2]["timeout-minutes"]
 
 
+def test_the_page_says_how_long_all_jobs_take(tmp_path):
+    phases = [phase for job in JOBS.values() for phase in job(MI355X).phases]
+    works = [phase.work(phase.place(MI355X, tmp_path, None, "1")) for phase in phases]
+    whole = clock(sum(seconds(work, MI355X.pace) for work in works))
+    page = " ".join((SCRIPTS.parents[1] / "docs" / "nightly.md").read_text().split())
+    assert f"By their own sums they take {whole}." in page
+
+
 @pytest.fixture(scope="module")
 def workflow():
     return yaml.safe_load(WORKFLOW.read_text())

@@ -142,6 +142,15 @@ def rehearsed(version):
     return [[int(count) for count in row.split("|")] for row in rows]
 
 
+def test_the_pages_excerpt_counts_as_its_table_does():
+    text = (Path(__file__).parents[2] / "docs" / "upgrading.md").read_text()
+    shown = re.findall(r"^(\w[\w ]+): ([a-z][\w ]+) \((\d+)\)$", text, re.M)
+    assert len(shown) > 2
+    for name, problem, count in shown:
+        (row,) = re.findall(rf"^\| {name} \| \d+ \| 0.5.22 \| ([\d |]+) \|$", text, re.M | re.I)
+        assert row.split(" | ")[1 + PROBLEMS.index(problem)] == count, (name, problem)
+
+
 @pytest.mark.slow
 def test_an_older_release_is_told_apart_and_refused(release):
     version, folder = release
