@@ -131,7 +131,8 @@ def _hisparse_config_error(cfg: Any, text_config: Any) -> str:
 
     topk = getattr(text_config, "index_topk", None)
     # Other models' HiSparse is not ours.
-    return config_error(cfg.hisparse_config, topk, cfg.page_size) if topk else ""
+    error = config_error(cfg.hisparse_config, topk, cfg.page_size) if topk else ""
+    return error.removeprefix("--hisparse-config ")
 
 
 def replaced_flags(server_args: Any, launch_flags: Sequence[str]) -> list[str]:

@@ -82,7 +82,7 @@ OBSTACLES = (
     ),
     Rule(
         lambda f: not f.hisparse_config_error,
-        "{hisparse_config_error}",
+        "--hisparse-config {hisparse_config_error}",
     ),
     Rule(
         lambda f: f.disaggregation_mode == "null",
