@@ -19,7 +19,7 @@ from ..config import BIT_EXACT_HICACHE, ConfigError, load_settings
 from ..edit import preflight
 
 # How SGLang turns down arguments while it resolves and validates them.
-_UPSTREAM_ERRORS = (
+UPSTREAM_ERRORS = (
     AssertionError,
     ImportError,
     NotImplementedError,
@@ -178,7 +178,7 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     except SystemExit:
         report.checks["launch flags"] = ["SGLang's parser rejects them, see stderr"]
         return
-    except _UPSTREAM_ERRORS as error:
+    except UPSTREAM_ERRORS as error:
         report.checks["launch flags"] = [
             f"SGLang rejects them: {error}{_hint(error, launch_flags)}",
             "SGLang stops at the first that it rejects: ask again when that is corrected",

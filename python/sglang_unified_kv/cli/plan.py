@@ -129,7 +129,7 @@ def plan(
     Exit code 0: the launch line is printed last. 1: SGLang would refuse what was given, or no such request
     fits; each reason is printed after "no:". 2: it could not be planned.
     """
-    from .doctor import _UPSTREAM_ERRORS
+    from .doctor import UPSTREAM_ERRORS
 
     environ = dict(os.environ)
     flags = list(launch_flags)
@@ -168,7 +168,7 @@ def plan(
                 machine,
                 choice.sizes.slots - 1,
             )
-    except _UPSTREAM_ERRORS as error:
+    except UPSTREAM_ERRORS as error:
         raise typer.BadParameter(f"SGLang rejects this: {error}") from error
     ranks = planner.runner.attn_dp_size
     report = _report(choice, given, machine, available, talk, ranks)

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ..cli.signals import signals_unwind
+from ..launches import shell
 from ..ring.capacity import GB, HOST_RESERVE
 from .duration import clock, reasons, seconds, total
 from .jobs import Job
-from .launch import Launch, shell
+from .launch import Launch
 from .machine import ANSWER_S, Machine, write_model
 from .steps import STOCK
 

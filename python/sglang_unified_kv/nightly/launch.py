@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ..config import DBG_CHECKSUM
 from ..launches import LINES, STORAGE_DIR, reduced
-from ..launches import shell as shell
 from ..plugin import PREFIX
 from .machine import Machine
 

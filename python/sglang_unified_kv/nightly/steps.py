@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..cli.determinism import PREFIX_TOKENS, Plan
+from ..launches import shell
 from . import rules
 from .duration import Work
-from .launch import Launch, shell
+from .launch import Launch
 from .machine import Machine
 from .verdict import Check, Outcome, judge
 
