@@ -121,7 +121,7 @@ def test_an_id_used_again_after_an_abort_is_another_request(make_engine, monkeyp
         cold = Recorder(built).cold(whole)
         other = Recorder(built).cold(second)
     with make_engine(chunked_prefill_size=2048, disable_overlap_schedule=False) as built:
-        for steps in (1, 3, 5):
+        for steps in (1, 3):
             built.flush()
             built.submit(first, 60, rid="x")
             for _ in range(steps):

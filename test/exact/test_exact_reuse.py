@@ -24,7 +24,7 @@ CASES = {
     4: {1024: 1100, 2048: 2700},
 }
 
-DEFAULT = {(256, 2), (512, 1), (2048, 4)}
+DEFAULT = {(512, 1), (2048, 4)}
 """Chunk sizes and strides that run by default."""
 
 

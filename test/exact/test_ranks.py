@@ -231,6 +231,7 @@ def data_parallel(rank, port, model, texts, folder):
         return first, again, third, name
 
 
+@pytest.mark.slow  # By default test_uneven_ranks.py has such ranks.
 def test_ranks_of_data_parallel_attention_reuse_on_their_own(pair, model_path, oracle, tmp_path):
     texts = [oracle.text[:LENGTH], oracle.text[:950]]
 
@@ -283,10 +284,8 @@ def speculated(rank, port, model, texts, folder, options):
     return first.output_ids, first.accepted, hits
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, id="tp2"), pytest.param(DP, id="dp attention", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # By default test_uneven_ranks.py has ranks that speculate.
+@pytest.mark.parametrize("options", [{}, DP], ids=["tp2", "dp attention"])
 def test_ranks_that_speculate_hit_alike(pair, next_n_path, tmp_path, options):
     texts = [prompt(0, 765), prompt(0, 509)] if options else [prompt(0, 765)] * 2
     first, second = pair(speculated, str(next_n_path), texts, tmp_path, options)

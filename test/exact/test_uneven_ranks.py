@@ -1,5 +1,6 @@
 """Data-parallel ranks whose batches differ in size and phase: SGLang pads each to the largest."""
 
+import os
 import random
 
 import pytest
@@ -70,7 +71,7 @@ def run(model, tmp_path, arrivals, options, env):
         left = len(list(folder.iterdir()))
         serving.start(serve, str(model), folder, [(arrivals, False)], options, env)
         while len(list(folder.iterdir())) < left + 3:
-            pass
+            os.sched_yield()
     with rank_pair(ranks) as serving:
         found = start(serving, folder, [(turned, False), (arrivals, True)])
     assert check(found, cold) > possible

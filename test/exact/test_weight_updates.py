@@ -71,8 +71,9 @@ def updates(engine, mode, models):
     assert not engine.tree.checkpoints.suspended
 
 
-def only(mode):
-    return pytest.mark.parametrize("mode", [mode], indirect=True, scope="module")
+def only(mode, *slow):
+    modes = [mode, *(pytest.param(one, marks=pytest.mark.slow) for one in slow)]
+    return pytest.mark.parametrize("mode", modes, indirect=True, scope="module")
 
 
 def available(engine):
@@ -85,7 +86,9 @@ def available(engine):
 
 
 @only("plain")
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=[pytest.mark.slow] * (p == "distributed")) for p in PATHS]
+)
 def test_after_an_update_nothing_of_the_old_weights_is_read(engine, updates, models, colds, path):
     recorder, (_, new) = Recorder(engine), models["plain"]
     lengths = LENGTHS if path == "disk" else LENGTHS[-1:]
@@ -143,6 +146,7 @@ def row_of(engine, rid):
     return engine.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].tolist()
 
 
+@only("eagle", "plain")
 @pytest.mark.parametrize(
     "steps",
     [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)],
@@ -183,6 +187,7 @@ FORMS = {
 }
 
 
+@only("eagle", "plain")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("path", [None, pytest.param("tensor", marks=pytest.mark.slow)])
 def test_a_session_ends_while_requests_run(engine, updates, mode, models, path, form):

@@ -8,6 +8,7 @@ import pytest
 from plan_runs import SERVER, machine, run_plan, write_pro
 from sglang_unified_kv.config import BIT_EXACT_HICACHE, HISPARSE
 from sglang_unified_kv.launches import LINES
+from sglang_unified_kv.plugin import SWITCHES
 from sglang_unified_kv.ring.capacity import GB, HOST_RESERVE
 
 
@@ -27,8 +28,8 @@ def command(model, *options, host=250, ratio=2, buffer=4096, flags=()):
 @pytest.fixture(autouse=True)
 def no_switches(monkeypatch):
     """As for an operator who sets none; an empty value counts as unset."""
-    monkeypatch.setenv(HISPARSE, "")
-    monkeypatch.delenv(BIT_EXACT_HICACHE)
+    for switch in SWITCHES:
+        monkeypatch.setenv(switch, "")
 
 
 def test_the_command_plans_hisparse(pro, tmp_path, recwarn):

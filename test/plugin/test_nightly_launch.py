@@ -116,6 +116,7 @@ def test_doctor_says_that_on_engages_and_off_is_stock(job, forks, pro, tmp_path)
     assert list(said.values()) == [f"{feature} would engage on ROCm; the machine was not checked"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_on_the_reference_engine_passes_and_writes_nothing(tmp_path):
     script = SCRIPTS / "l3_restart"
     command = [

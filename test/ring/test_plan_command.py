@@ -2,8 +2,6 @@
 
 import json
 import logging
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -49,16 +47,11 @@ def pro(tmp_path_factory):
     return write_pro(tmp_path_factory.mktemp("pro"))
 
 
-def test_the_command_reports_and_draws(pro, tmp_path):
+def test_the_command_reports_and_draws(forks, pro, tmp_path):
     picture = tmp_path / "capacity.png"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "sglang_unified_kv.cli"]
-        + command(pro, "--json", "--plot", str(picture)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    script = "import sys; from sglang_unified_kv.cli import app; app(sys.argv[1:])"
+    done = forks.run(script, argv=["x", *command(pro, "--json", "--plot", str(picture))])
+    assert done.rc == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["per_token"] == pytest.approx(8918.0, abs=0.1)
     assert report["slots"] == 129 and report["tokens"] > 1.7 * report["tokens_scaled"]

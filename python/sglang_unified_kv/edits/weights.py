@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
-
 from .active import current
 from .series import SERIES
 
@@ -116,6 +114,8 @@ def resume_memory_occupation(original, self, recv_req):
 
 
 def _of_weights(tags: list[str] | None) -> bool:
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
     # Without tags, everything.
     return not tags or GPU_MEMORY_TYPE_WEIGHTS in tags
 
