@@ -70,7 +70,7 @@ def measure(engine, repeats: int) -> dict[str, float]:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-    from sglang_unified_kv.edits.strict_cache import StrictUnifiedRadixCache
+    from sglang_unified_kv.edits.exact.cache import StrictUnifiedRadixCache
 
     tree = engine.tree
     text = array("q", (7 * i % 1000 + i // 1000 for i in range(TOKENS + 1)))

@@ -20,10 +20,10 @@ from in_tree_parts import PARTS, part_of
 from sglang_unified_kv import engage
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.config import HISPARSE, variables
-from sglang_unified_kv.edit import Edit, Kind
+from sglang_unified_kv.edits.launch.arguments import add_stride_flag
 from sglang_unified_kv.edits.series import ALL
-from sglang_unified_kv.edits.server_args import add_stride_flag
 from sglang_unified_kv.hisparse import support
+from sglang_unified_kv.hooking.series import Edit, Kind
 from sglang_unified_kv.launches import LINES, block
 from sglang_unified_kv.metrics import ANY, EXACT, METRICS, Metric
 from sglang_unified_kv.metrics import HISPARSE as HISPARSE_METRICS

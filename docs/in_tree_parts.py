@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from sglang_unified_kv.edit import Edit, Series
 from sglang_unified_kv.edits import SERIES
+from sglang_unified_kv.hooking.series import Edit, Series
 
 PARTS = {
     "Extension points": "No-op members of the base classes with a written ordering contract. Nothing calls "

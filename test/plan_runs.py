@@ -9,7 +9,7 @@ import os
 from sglang_unified_kv import engage
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.cli.stand_in import write_config as write_pro
-from sglang_unified_kv.ring.capacity import GB, HOST_RESERVE
+from sglang_unified_kv.plan.capacity import GB, HOST_RESERVE
 from typer.testing import CliRunner
 
 SERVER = (

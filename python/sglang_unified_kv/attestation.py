@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .edit import Series
+from .hooking.series import Series
 from .metrics import ENGAGED
 
 ALIKE = (

@@ -2,7 +2,7 @@
 
 The flag ``--hicache-swa-offload-page-stride`` reaches it through the environment too, because
 SGLang's own argument record has no room for foreign fields and child processes inherit the
-environment (see ``edits/server_args.py``).
+environment (see ``edits/launch/arguments.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from .plugin import (
+from .names import (
     BIT_EXACT_HICACHE,
     BIT_EXACT_RADIX,
     CHECKPOINT_HOST_GB,
@@ -25,7 +25,7 @@ from .plugin import (
     STORAGE_PER_RANK,
     unknown_variables,
 )
-from .plugin import STRIDE_VARIABLE as OFFLOAD_PAGE_STRIDE
+from .names import STRIDE_VARIABLE as OFFLOAD_PAGE_STRIDE
 
 STATE_STAGING_PAGES: Final = "SGLANG_SWA_HICACHE_STATE_STAGING_PAGES"
 DBG_CHECKSUM: Final = "SGLANG_SWA_DBG_CHECKSUM"

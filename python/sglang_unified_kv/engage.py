@@ -8,7 +8,7 @@ The rules are two tables. A *condition* that does not hold makes us inert, with 
 all conditions there, an *obstacle* refuses the start. Each table has an environment half, which
 ``sglang-unified-kv doctor`` can check without launch flags, and a launch half.
 
-Imports no sglang; ``edits/server_args.py`` gathers the facts.
+Imports no sglang; ``edits/launch/arguments.py`` gathers the facts.
 """
 
 from __future__ import annotations

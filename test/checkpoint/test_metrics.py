@@ -9,7 +9,7 @@ import prometheus_client
 import pytest
 from made_up_engine import Engine
 from sglang_unified_kv.checkpoint.stats import Stats
-from sglang_unified_kv.edits import report, samples
+from sglang_unified_kv.edits.report import export, samples
 from sglang_unified_kv.metrics import ANY, BY_NAME, EXACT, METRICS, Exporter, Metric, Sample
 
 LABELS = {"model_name": "tiny", "tp_rank": 1}
@@ -210,9 +210,9 @@ def test_the_gates_results_are_told_apart():
 
 def test_a_rank_exports_at_most_once_a_second(monkeypatch):
     now, published = [100.0], []
-    monkeypatch.setattr(report.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(report, "samples_of", lambda scheduler: [scheduler])
-    reports = report._Reports("scheduler", SimpleNamespace(publish=published.append))
+    monkeypatch.setattr(export.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(export, "samples_of", lambda scheduler: [scheduler])
+    reports = export._Reports("scheduler", SimpleNamespace(publish=published.append))
     for moment in (100.0, 100.1, 100.99, 101.0, 101.5, 107.0):
         now[0] = moment
         reports.tick()

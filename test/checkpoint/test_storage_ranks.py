@@ -7,12 +7,12 @@ import torch
 from sglang.srt.managers.cache_controller import PrefetchAck
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import PrefetchOperation
 from sglang_unified_kv.checkpoint.storage import Fetch
-from sglang_unified_kv.edits.record_transfers import FetchTransfer
-from sglang_unified_kv.edits.storage_transfers import (
+from sglang_unified_kv.edits.exact.storage.threads import (
     fetch_of,
     fetch_record,
     reduce_prefetch_ack,
 )
+from sglang_unified_kv.edits.exact.storage.transfers import FetchTransfer
 
 PAGE = 256
 

@@ -131,7 +131,7 @@ def test_without_a_draft_the_sampled_token_is_in_no_row():
 
 @pytest.mark.parametrize(("next_token", "known"), [(7, True), (None, False)])
 def test_sglang_says_whether_a_chunk_knows_its_next_token(monkeypatch, next_token, known):
-    from sglang_unified_kv.edits import scheduler
+    from sglang_unified_kv.edits.exact import scheduler
 
     monkeypatch.setattr(scheduler, "key_of", lambda req: "r")
     chunked, other = (

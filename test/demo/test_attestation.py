@@ -23,7 +23,7 @@ from sglang_unified_kv.cli.attest import said_by_ranks, started_by_ranks
 from sglang_unified_kv.cli.client import SGLangClient
 from sglang_unified_kv.cli.demo import environment, launch_command
 from sglang_unified_kv.cli.server import ServerProcess, free_port
-from sglang_unified_kv.edit import Series
+from sglang_unified_kv.hooking.series import Series
 from typer.testing import CliRunner
 
 SCRAPE = Path(__file__).with_name("two_ranks.metrics").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from sglang_unified_kv.edits.record_pool import RECORD_POOL
+from sglang_unified_kv.edits.exact.storage.record_pool import RECORD_POOL
 
 STORAGE = dict(hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete")
 

@@ -4,8 +4,8 @@ import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings, watch
 from sglang.srt.managers import schedule_policy
 from sglang_unified_kv.checkpoint.manager import CheckpointError
-from sglang_unified_kv.edits import model_runner
-from sglang_unified_kv.edits.active import current_manager
+from sglang_unified_kv.edits.exact import model_runner
+from sglang_unified_kv.edits.exact.active import current_manager
 from sglang_unified_kv.engage import Refused
 from sglang_unified_kv.reference.harness import prompt
 

@@ -14,7 +14,7 @@ from sglang_unified_kv.checkpoint.capture import Capture, EndCapture, InteriorCa
 from sglang_unified_kv.checkpoint.layout import WINDOW_KINDS, Kind
 from sglang_unified_kv.checkpoint.restore import Restore, restore
 from sglang_unified_kv.checkpoint.store import Record
-from sglang_unified_kv.edits.attention import forward_unified_kv
+from sglang_unified_kv.edits.exact.attention import forward_unified_kv
 
 WINDOW, START, END = 128, 300, 700
 SLOT, OTHER = 1, 2

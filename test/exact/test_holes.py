@@ -208,8 +208,8 @@ def test_h8_a_draft_forward_never_sees_the_plan(engine, recorder, oracle):
     from types import SimpleNamespace
 
     from sglang_unified_kv.checkpoint.manager import Row
-    from sglang_unified_kv.edits.active import manager_of
-    from sglang_unified_kv.edits.model_runner import forward
+    from sglang_unified_kv.edits.exact.active import manager_of
+    from sglang_unified_kv.edits.exact.model_runner import forward
 
     manager = engine.tree.checkpoints
     assert manager_of(engine.pool) is manager and manager_of(object()) is None

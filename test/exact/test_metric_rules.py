@@ -96,9 +96,9 @@ def read(request):
 @contextlib.contextmanager
 def exporting():
     """Counters are exported whenever SGLang exports its own."""
-    from sglang_unified_kv.edits import report
+    from sglang_unified_kv.edits.report import export as exporting
 
-    with mock.patch.object(report, "SECONDS", 0.0):
+    with mock.patch.object(exporting, "SECONDS", 0.0):
         yield
 
 
@@ -203,11 +203,11 @@ def test_hisparse_counts_reads_and_swaps(make_engine, read):
 
 @rule("Is it on, on every rank, with the same edits and budgets?")
 def test_a_rank_says_what_is_engaged(engine, read):
-    from sglang_unified_kv.edits import report
+    from sglang_unified_kv.edits.report import export as exporting
 
     assert read("engaged") > 1e9
     (sample,) = read.samples("sglang:unified_kv_engaged")
-    said = report.attestation_of(engine.scheduler, ["hicache"])
+    said = exporting.attestation_of(engine.scheduler, ["hicache"])
     assert vars(said).items() <= sample.labels.items()
     assert (said.features, said.records, said.storage) == ("hicache", str(RECORDS), "file")
 

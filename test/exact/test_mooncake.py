@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang_unified_kv.edits.record_pool import RECORD_POOL
+from sglang_unified_kv.edits.exact.storage.record_pool import RECORD_POOL
 
 mooncake = pytest.importorskip("mooncake.store", exc_type=ImportError)
 

@@ -11,7 +11,7 @@ import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache.radix_cache import RadixKey
-from sglang_unified_kv.edits.record_pool import RECORD_POOL
+from sglang_unified_kv.edits.exact.storage.record_pool import RECORD_POOL
 
 pytest.importorskip("nixl._api", exc_type=ImportError)
 

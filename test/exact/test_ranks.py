@@ -13,8 +13,8 @@ from oracle import (
 from rank_pair import engine_of, rank_pair
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_parallel
-from sglang_unified_kv.edits.samples import samples_of
-from sglang_unified_kv.edits.weights_name import WeightsName
+from sglang_unified_kv.edits.exact.storage.weights_name import WeightsName
+from sglang_unified_kv.edits.report.samples import samples_of
 from sglang_unified_kv.reference.harness import prompt
 from storage_folder import STORAGE, at, records
 

@@ -9,7 +9,7 @@ import pytest
 from oracle import Recorder, assert_equal_runs, differing, poison_rings, rows_before, watch
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
-from sglang_unified_kv.edits import report
+from sglang_unified_kv.edits.report import export
 from sglang_unified_kv.reference.harness import prompt
 
 PAGE = 256
@@ -130,9 +130,9 @@ def test_a_request_for_no_or_one_token(engine, manager, cold, new_tokens):
 @only_chunked
 def test_counters_are_exported_where_sglang_reports(engine, manager):
     reporter = engine.scheduler.metrics_reporter
-    assert not hasattr(reporter, report._MARK), "created without --enable-metrics"
+    assert not hasattr(reporter, export._MARK), "created without --enable-metrics"
     ticks = []
-    setattr(reporter, report._MARK, SimpleNamespace(tick=lambda: ticks.append(1)))
+    setattr(reporter, export._MARK, SimpleNamespace(tick=lambda: ticks.append(1)))
     try:
         engine.step()
         assert len(ticks) == 1, "an idle round"
@@ -140,7 +140,7 @@ def test_counters_are_exported_where_sglang_reports(engine, manager):
         reporter._log_hicache_stats()
         assert len(ticks) == 2
     finally:
-        delattr(reporter, report._MARK)
+        delattr(reporter, export._MARK)
 
 
 @only_chunked

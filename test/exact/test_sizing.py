@@ -5,8 +5,8 @@ from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
 from sglang_unified_kv import engage
 from sglang_unified_kv.config import load_settings
-from sglang_unified_kv.edits.build import default_records, host_records
-from sglang_unified_kv.edits.pool_sizing import staging_bytes
+from sglang_unified_kv.edits.exact.build import default_records, host_records
+from sglang_unified_kv.edits.exact.pool_sizing import staging_bytes
 
 PAGE = 256
 SLOT_BYTES = 135_168

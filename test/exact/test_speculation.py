@@ -9,8 +9,8 @@ from oracle import POISON, differing, poison_rings, retract_often, ring_buffers
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang_unified_kv.checkpoint import manager as manager_module
 from sglang_unified_kv.checkpoint.layout import Kind
-from sglang_unified_kv.edits.build import rings_of
-from sglang_unified_kv.edits.pool_sizing import staging_bytes
+from sglang_unified_kv.edits.exact.build import rings_of
+from sglang_unified_kv.edits.exact.pool_sizing import staging_bytes
 from sglang_unified_kv.reference.harness import prompt
 from speculation_runs import DRAFT_TOKENS, EAGLE, NEW_TOKENS, assert_equal_runs, cold, run
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 from oracle import differing, poison_rings
 from sglang_unified_kv.checkpoint.manager import CheckpointError
-from sglang_unified_kv.edits import model_runner, registry
+from sglang_unified_kv.edits.exact import model_runner, registry
 from sglang_unified_kv.reference.harness import prompt
 from speculation_runs import EAGLE, assert_equal_runs, cold, run
 from storage_folder import STORAGE, at, records

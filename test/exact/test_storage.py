@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import Grid
 from sglang_unified_kv.checkpoint.storage import Save
-from sglang_unified_kv.edits.storage_clear import clear_namespace
+from sglang_unified_kv.edits.exact.storage.clear import clear_namespace
 from storage_folder import (
     STORAGE,
     at,

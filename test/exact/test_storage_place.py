@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from sglang.srt.mem_cache import hicache_storage
-from sglang_unified_kv.edits.storage_folder import create_folder, folder_of
+from sglang_unified_kv.edits.exact.storage.folder import create_folder, folder_of
 from storage_folder import STORAGE, at
 
 

@@ -13,9 +13,9 @@ from sglang.srt.runtime_context import get_lora
 from sglang_unified_kv import engage
 from sglang_unified_kv.checkpoint import identity, record_format
 from sglang_unified_kv.checkpoint.identity import weights_digest
-from sglang_unified_kv.edits import weights_name
-from sglang_unified_kv.edits.sealed_pool import seals_pages
-from sglang_unified_kv.edits.storage_name import identity_of
+from sglang_unified_kv.edits.exact.storage import weights_name
+from sglang_unified_kv.edits.exact.storage.namespace import identity_of
+from sglang_unified_kv.edits.exact.storage.sealed_pages import seals_pages
 from sglang_unified_kv.engage import Refused
 from storage_folder import STORAGE, at, flip, pages, records, storage_threads
 

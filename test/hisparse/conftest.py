@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sglang_unified_kv.plugin import HISPARSE
+from sglang_unified_kv.names import HISPARSE
 
 os.environ[HISPARSE] = "1"
 # Ranks.

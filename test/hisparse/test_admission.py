@@ -16,8 +16,8 @@ from hisparse_engine import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_unified_kv.edits.hisparse_allocator import promises_of
-from sglang_unified_kv.edits.hisparse_runner import prefills_of
+from sglang_unified_kv.edits.hisparse.pool import promises_of
+from sglang_unified_kv.edits.hisparse.runner import prefills_of
 from sglang_unified_kv.hisparse.rows import HotBuffer, Prefill, Promises, region_rows
 from sglang_unified_kv.reference.harness import prompt
 

@@ -12,8 +12,8 @@ from hisparse_engine import (
     run,
     run_together,
 )
-from sglang_unified_kv.edits.report import features_of
-from sglang_unified_kv.edits.samples import samples_of
+from sglang_unified_kv.edits.report.export import features_of
+from sglang_unified_kv.edits.report.samples import samples_of
 from sglang_unified_kv.reference.harness import prompt
 
 LONG = 2400

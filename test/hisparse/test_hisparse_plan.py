@@ -12,17 +12,17 @@ from plan_runs import device_bytes
 from sglang.srt.layers.attention.deepseek_v4_backend_hip_radix import DeepseekV4HipRadixBackend
 from sglang.srt.layers.attention.dsv4 import unified_kv_gate
 from sglang_unified_kv.config import load_settings
-from sglang_unified_kv.edits import planning
-from sglang_unified_kv.edits.hisparse_allocator import promises_of
-from sglang_unified_kv.edits.planning import Planner
+from sglang_unified_kv.edits.hisparse.pool import promises_of
 from sglang_unified_kv.hisparse import capacity, rows, tables
 from sglang_unified_kv.hisparse.capacity import HiSparseSizes, cold_pages, tokens_on_host
 from sglang_unified_kv.hisparse.rows import HotBuffer
 from sglang_unified_kv.hisparse.swap import Residency, TritonSwap
 from sglang_unified_kv.hisparse.tables import slot_tables, step_rows
+from sglang_unified_kv.plan import planner as planning
+from sglang_unified_kv.plan.capacity import Machine, first_limits, prompts
+from sglang_unified_kv.plan.conversation import Conversation
+from sglang_unified_kv.plan.planner import Planner
 from sglang_unified_kv.reference.harness import prompt
-from sglang_unified_kv.ring.capacity import Machine, first_limits, prompts
-from sglang_unified_kv.ring.conversation import Conversation
 
 PAGE = 256
 TOKENS = 37120

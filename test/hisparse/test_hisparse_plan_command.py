@@ -8,8 +8,8 @@ import pytest
 from plan_runs import SERVER, machine, run_plan, write_pro
 from sglang_unified_kv.config import BIT_EXACT_HICACHE, HISPARSE
 from sglang_unified_kv.launches import LINES
-from sglang_unified_kv.plugin import SWITCHES
-from sglang_unified_kv.ring.capacity import GB, HOST_RESERVE
+from sglang_unified_kv.names import SWITCHES
+from sglang_unified_kv.plan.capacity import GB, HOST_RESERVE
 
 
 @pytest.fixture(scope="module")

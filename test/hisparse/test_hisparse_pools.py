@@ -17,9 +17,9 @@ from sglang.srt.mem_cache.allocator.hisparse import (
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator, is_swa_req_ring
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang_unified_kv.config import HISPARSE
-from sglang_unified_kv.edits import hisparse_coordinator
-from sglang_unified_kv.edits.hisparse_allocator import promises_of
-from sglang_unified_kv.edits.hisparse_device_pool import UnifiedC4DevicePool
+from sglang_unified_kv.edits.hisparse import coordinator
+from sglang_unified_kv.edits.hisparse.device_pool import UnifiedC4DevicePool
+from sglang_unified_kv.edits.hisparse.pool import promises_of
 
 TOKENS = 12288
 C4, C128 = (1, 3), (2,)
@@ -118,7 +118,7 @@ def test_host_memory_is_asked_for_as_a_whole_before_any_is_taken(make_engine, fp
     row_bytes = 640 if fp8 else 1024
     requested = 2 * (TOKENS // 4) * row_bytes
     free = 2 * (TOKENS // 4) * 512
-    monkeypatch.setattr(hisparse_coordinator, "host_memory_budget_bytes", lambda: free)
+    monkeypatch.setattr(coordinator, "host_memory_budget_bytes", lambda: free)
     monkeypatch.setattr(
         HiSparseCoordinator, "__init__", lambda *args, **kwargs: pytest.fail("memory was taken")
     )

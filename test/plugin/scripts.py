@@ -24,3 +24,6 @@ def rewrite(owner, name, old, new):
     exec(compile(text, file, "exec"), function.__globals__, scope)
     setattr(owner, name, scope[name])
 """
+
+INERT = f"{['sglang_unified_kv', 'sglang_unified_kv.names', 'sglang_unified_kv.plugin']}\n"
+"""What is loaded of ours with every switch off, as a script prints it."""

@@ -79,7 +79,7 @@ def test_edits_as_text():
     # Whole, though no terminal is that wide.
     assert (
         "\nwrap: sglang.srt.managers.scheduler:Scheduler.__init__\n"
-        "  ours: sglang_unified_kv.edits.engagement.decide_in_rank\n"
+        "  ours: sglang_unified_kv.edits.launch.decision.decide_in_rank\n"
         "  for bit-exact hicache: every rank decides for itself before it builds a pool, and checks the "
         "edits when built\n"
     ) in text

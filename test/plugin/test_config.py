@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pydantic
 import pytest
-from sglang_unified_kv import plugin
+from sglang_unified_kv import names
 from sglang_unified_kv.config import ConfigError, Settings, load_settings, variables
 
 HICACHE = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
@@ -106,8 +106,8 @@ def test_a_name_that_does_not_exist_is_named_with_the_nearest():
 
 
 def test_the_names_that_the_entry_point_knows_are_those_of_the_settings():
-    ours = [v.name for v in variables() if v.name.startswith(plugin.PREFIX)]
-    assert sorted(plugin.SETTINGS) == sorted(ours)
+    ours = [v.name for v in variables() if v.name.startswith(names.PREFIX)]
+    assert sorted(names.SETTINGS) == sorted(ours)
 
 
 def test_every_name_that_code_and_scripts_read_is_known():
@@ -116,8 +116,8 @@ def test_every_name_that_code_and_scripts_read_is_known():
     text = "".join(file.read_text() for file in files if file.suffix in ("", ".py"))
     names = set(re.findall(r"SGLANG_UNIFIED_KV_[A-Z_]*[A-Z]", text))
     assert {"SGLANG_UNIFIED_KV_REFERENCE_DEVICE", "SGLANG_UNIFIED_KV_NIGHTLY_MODEL"} <= names
-    assert plugin.unknown_variables(dict.fromkeys(names, "1")) == []
-    (said,) = plugin.unknown_variables({"SGLANG_UNIFIED_KV_REFERENCE_ENGIN": "1"})
+    assert names.unknown_variables(dict.fromkeys(names, "1")) == []
+    (said,) = names.unknown_variables({"SGLANG_UNIFIED_KV_REFERENCE_ENGIN": "1"})
     assert said.startswith("SGLANG_UNIFIED_KV_REFERENCE_ENGIN='1': there is no such variable")
 
 

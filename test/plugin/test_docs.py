@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 from plan_runs import write_pro
-from sglang_unified_kv import plugin
+from sglang_unified_kv import names
 from sglang_unified_kv.attestation import digest
 from sglang_unified_kv.cli import app
 from sglang_unified_kv.config import variables
@@ -234,7 +234,7 @@ def test_variables_that_are_set_or_named_exist(forks):
         for text in TEXT.values()
         for match in re.findall(r"\bSGLANG_[A-Z0-9_]+[A-Z0-9]\b", text)
     }
-    ours = {v.name for v in variables()} | set(plugin.SWITCHES)
+    ours = {v.name for v in variables()} | set(names.SWITCHES)
     ours |= {generate.reference.ENV, generate.reference.CHUNK_INVARIANT_ENV}
     folders = ((REPO / folder).rglob("*") for folder in ("scripts", ".github"))
     scripts = "".join(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import sglang
-from sglang_unified_kv.edit import Edit, Kind
-from sglang_unified_kv.edit_check import Problem, inspect_target
+from sglang_unified_kv.hooking.series import Edit, Kind
+from sglang_unified_kv.hooking.upstream import Problem, inspect_target
 
 
 def edit(target, **expected):

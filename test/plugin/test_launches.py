@@ -14,7 +14,7 @@ from sglang_unified_kv.launches import (
     pairs,
     reduced,
 )
-from sglang_unified_kv.ring.capacity import GB
+from sglang_unified_kv.plan.capacity import GB
 
 LINE = pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 ON_GPU = [line for line in LINES.values() if not line.on_reference_engine]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from sglang_unified_kv import edit
+from sglang_unified_kv.hooking import series as hooking
 from sglang_unified_kv.reference.edits import SERIES
 from sglang_unified_kv.reference.ops import arithmetic
 from sglang_unified_kv.reference.plugin import (
@@ -43,7 +43,7 @@ import json, os, sys
 from pathlib import Path
 import sglang
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang_unified_kv.edit_check import ABSENT, foreign_layer, resolve
+from sglang_unified_kv.hooking.upstream import ABSENT, foreign_layer, resolve
 ours = sorted(m for m in sys.modules if m.startswith("sglang_unified_kv.reference"))
 hooked = [t for t, hooks in HookRegistry._hooks.items()
           if any("reference" in source.plugin_name for _, _, source in hooks)]
@@ -135,7 +135,7 @@ print("served without the engine")
 
 def test_a_changed_sglang_is_refused_with_every_reason(monkeypatch, capsys):
     findings = ["replace a:b: source fingerprint is 1, expected 2", "wrap c:d: target is missing"]
-    monkeypatch.setattr(edit, "preflight", lambda series: findings)
+    monkeypatch.setattr(hooking, "preflight", lambda series: findings)
     for name in REQUIRED_ENVIRONMENT:
         monkeypatch.setenv(name, REQUIRED_ENVIRONMENT[name])
     monkeypatch.setenv(ENV, "1")

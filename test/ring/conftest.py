@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from sglang_unified_kv.plugin import RING_FIXES
+from sglang_unified_kv.names import RING_FIXES
 
 os.environ[RING_FIXES] = "1"
 

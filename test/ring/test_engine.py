@@ -2,8 +2,8 @@
 
 import pytest
 from sglang_unified_kv.config import BIT_EXACT_RADIX, RING_FIXES
-from sglang_unified_kv.edits.report import attestation_of, features_of
-from sglang_unified_kv.edits.ring_allocator import counted
+from sglang_unified_kv.edits.report.export import attestation_of, features_of
+from sglang_unified_kv.edits.ring.allocator import counted
 from sglang_unified_kv.reference.harness import prompt
 
 # One token more than four pages: under EAGLE the tree's entries are pairs of tokens.

@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.decode import DecodeReqToTokenPool
 from sglang.srt.mem_cache.allocator.swa import is_swa_req_ring
 from sglang.srt.mem_cache.prefill_budget import SWAPrefillBudget
 from sglang_unified_kv.config import RING_FIXES
-from sglang_unified_kv.edits import samples
+from sglang_unified_kv.edits.report import samples
 from sglang_unified_kv.reference.harness import prompt
 
 TREE = SimpleNamespace(

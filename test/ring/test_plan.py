@@ -14,10 +14,8 @@ from sglang_unified_kv import engage
 from sglang_unified_kv.checkpoint.placement import Placement
 from sglang_unified_kv.checkpoint.policy import policy_of
 from sglang_unified_kv.config import RING_FIXES, load_settings
-from sglang_unified_kv.edits.planning import Planner
-from sglang_unified_kv.reference.harness import prompt
-from sglang_unified_kv.ring import capacity, conversation
-from sglang_unified_kv.ring.capacity import (
+from sglang_unified_kv.plan import capacity, conversation
+from sglang_unified_kv.plan.capacity import (
     HOST_RESERVE,
     Machine,
     Sizes,
@@ -29,8 +27,10 @@ from sglang_unified_kv.ring.capacity import (
     prompts,
     warnings,
 )
-from sglang_unified_kv.ring.choice import most_running
-from sglang_unified_kv.ring.conversation import Conversation, running_pages, stored_pages
+from sglang_unified_kv.plan.choice import most_running
+from sglang_unified_kv.plan.conversation import Conversation, running_pages, stored_pages
+from sglang_unified_kv.plan.planner import Planner
+from sglang_unified_kv.reference.harness import prompt
 
 EAGLE = dict(
     speculative_algorithm="EAGLE",

@@ -8,11 +8,11 @@ import pytest
 from plan_runs import SERVER, machine, process_state, run_plan, write_pro
 from ring_objects import PAGE
 from sglang_unified_kv.cli.plan import _planner
-from sglang_unified_kv.edits import ring_sizing
-from sglang_unified_kv.edits.pool_sizing import staging_bytes
-from sglang_unified_kv.ring.capacity import GB, HOST_RESERVE, Machine, Sizes, checkpoints
-from sglang_unified_kv.ring.choice import SLACK, best_split
-from sglang_unified_kv.ring.conversation import Conversation, stored_pages
+from sglang_unified_kv.edits.exact.pool_sizing import staging_bytes
+from sglang_unified_kv.edits.ring import sizing as ring_sizing
+from sglang_unified_kv.plan.capacity import GB, HOST_RESERVE, Machine, Sizes, checkpoints
+from sglang_unified_kv.plan.choice import SLACK, best_split
+from sglang_unified_kv.plan.conversation import Conversation, stored_pages
 
 HICACHE = (
     "--enable-hierarchical-cache --hicache-write-policy write_through --hicache-io-backend direct "

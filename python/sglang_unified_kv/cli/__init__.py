@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..edit import SGLANG_VERSION
+from ..hooking.series import SGLANG_VERSION
 from .check import check
 from .demo import demo
 from .doctor import doctor

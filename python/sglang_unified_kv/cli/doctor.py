@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .. import engage, plugin
+from .. import engage, names, plugin
 from ..config import BIT_EXACT_HICACHE, ConfigError, load_settings
-from ..edit import preflight
+from ..hooking.series import preflight
 
 # How SGLang turns down arguments while it resolves and validates them.
 UPSTREAM_ERRORS = (
@@ -101,8 +101,8 @@ def examine(launch_flags: list[str]) -> Report:
 
 
 def _requested() -> list[str]:
-    features = (*plugin.FEATURES, plugin.HISPARSE)
-    if plugin.requested(os.environ, features):
+    features = (*names.FEATURES, names.HISPARSE)
+    if names.requested(os.environ, features):
         return []
     return [f"none of {', '.join(features)} is set; set one of them to 1"]
 
@@ -143,7 +143,7 @@ def _load_plugins() -> list[str]:
 
 
 def _environment_half(report: Report) -> None:
-    from ..edits.server_args import environment_facts
+    from ..edits.launch.arguments import environment_facts
 
     facts = environment_facts()
     missing = engage.violations(engage.ENVIRONMENT_CONDITIONS, facts)
@@ -165,7 +165,7 @@ def _launch_half(report: Report, launch_flags: list[str]) -> None:
     from sglang.srt.arg_groups.validation_hook import check_server_args
     from sglang.srt.server_args import prepare_server_args
 
-    from ..edits.server_args import facts_of, replaced_flags
+    from ..edits.launch.arguments import facts_of, replaced_flags
     from ..hisparse import support
 
     report.checks["launch flags"] = []

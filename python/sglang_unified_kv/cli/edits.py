@@ -10,8 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from ..attestation import digest
-from ..edit import SGLANG_VERSION, Edit, Series
-from ..plugin import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, HISPARSE, RING_FIXES, requested_series
+from ..hooking.series import SGLANG_VERSION, Edit, Series
+from ..names import BIT_EXACT_HICACHE, BIT_EXACT_RADIX, HISPARSE, RING_FIXES
+from ..plugin import requested_series
 from .edits_verify import verify_edits
 
 

@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..edit import SGLANG_VERSION, Series
-from ..edit_check import Finding, Problem
+from ..hooking.series import SGLANG_VERSION, Series
+from ..hooking.upstream import Finding, Problem
 
 Found = Mapping[str, list[Finding]]
 """Title of a series -> what is not as it expects."""

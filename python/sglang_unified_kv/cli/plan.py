@@ -22,7 +22,7 @@ from ..config import (
     Settings,
     load_settings,
 )
-from ..ring.capacity import (
+from ..plan.capacity import (
     GB,
     Machine,
     Sizes,
@@ -33,8 +33,8 @@ from ..ring.capacity import (
     prompts,
     warnings,
 )
-from ..ring.choice import Choice, Given, choose
-from ..ring.conversation import Conversation
+from ..plan.choice import Choice, Given, choose
+from ..plan.conversation import Conversation
 from .plan_line import line_of
 from .plan_picture import draw
 from .plan_table import show
@@ -218,8 +218,8 @@ def _planner(flags: list[str]):
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import is_gfx95_supported
 
-    from ..edits.planning import Planner
-    from ..edits.server_args import facts_of
+    from ..edits.launch.arguments import facts_of
+    from ..plan.planner import Planner
 
     args = prepare_server_args([*flags, "--device", "cpu"])
     if args.enable_deepseek_v4_fp4_indexer and not is_gfx95_supported():
@@ -330,7 +330,7 @@ def _not_engaged(settings: Settings, args, sizes: Sizes) -> list[str]:
     """Exact reuse is on, could do something, and does not."""
     if sizes.exact or not (settings.bit_exact_hicache and args.enable_hierarchical_cache):
         return []
-    from ..edits.server_args import facts_of
+    from ..edits.launch.arguments import facts_of
 
     missing = engage.missing_conditions(settings, facts_of(args))
     return [f"{BIT_EXACT_HICACHE}=1 would have no effect. Missing: {'; '.join(missing)}"]

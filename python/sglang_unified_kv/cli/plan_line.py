@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..launches import BACKEND, SERVER
-from ..plugin import PREFIX, SETTINGS, SWITCHES
+from ..names import PREFIX, SETTINGS, SWITCHES
 
 
 def line_of(

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..ring.capacity import GB, Machine, Sizes
+from ..plan.capacity import GB, Machine, Sizes
 from .extra import require_extra
 
 

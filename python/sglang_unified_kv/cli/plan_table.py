@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..launches import block
-from ..ring.capacity import GB
+from ..plan.capacity import GB
 
 
 def show(report: dict[str, Any]) -> None:

@@ -1,32 +1,17 @@
-"""All contact with SGLang's internals, one module per upstream area, in the order of application.
+"""All contact with SGLang's internals. One room per feature:
 
-Importing declares the edits; nothing is touched before ``Series.apply()``.
+- ``launch``: arguments, and the decision of every process;
+- ``exact``: exact reuse in cache, scheduler and forward, and what weight updates do to it;
+- ``exact.storage``: what stands between HiCache's storage threads and a backend;
+- ``ring``: accounting of the ring;
+- ``hisparse``: HiSparse on the unified pool;
+- ``report``: attestation and metrics.
+
+Each room is imported in the order of its edits' application, and so are the rooms here. Importing
+declares the edits; nothing is touched before ``Series.apply()``.
 """
 
-from . import (  # noqa: F401, I001
-    server_args,
-    engagement,
-    extension_points,
-    pool_sizing,
-    registry,
-    storage_transfers,
-    storage_clear,
-    storage_folder,
-    weights,
-    scheduler,
-    speculation,
-    model_runner,
-    attention,
-    ring_allocator,
-    ring_prealloc,
-    ring_sizing,
-    hisparse_args,
-    hisparse_pool,
-    hisparse_sizing,
-    hisparse_allocator,
-    hisparse_runner,
-    report,
-)
+from . import launch, exact, ring, hisparse, report  # noqa: F401, I001
 from .series import HISPARSE_SERIES, REPORT, RING, SERIES
 
 __all__ = ["HISPARSE_SERIES", "REPORT", "RING", "SERIES"]

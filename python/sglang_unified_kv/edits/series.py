@@ -1,6 +1,6 @@
 """The series that the area modules add their edits to."""
 
-from ..edit import Series
+from ..hooking.series import Series
 
 SERIES = Series("sglang_unified_kv")
 """Exact reuse."""

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ..cli.signals import signals_unwind
 from ..launches import shell
-from ..ring.capacity import GB, HOST_RESERVE
+from ..plan.capacity import GB, HOST_RESERVE
 from .duration import clock, reasons, seconds, total
 from .jobs import Job
 from .launch import Launch

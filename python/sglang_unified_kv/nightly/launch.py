@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..config import DBG_CHECKSUM
 from ..launches import LINES, STORAGE_DIR, reduced
-from ..plugin import PREFIX
+from ..names import PREFIX
 from .machine import Machine
 
 DOCTOR_PORT = 30000

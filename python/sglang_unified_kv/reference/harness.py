@@ -19,7 +19,6 @@ import atexit
 import gc
 import os
 import random
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,38 +28,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from sglang_unified_kv.launches import HOST_LAYOUT
+from sglang_unified_kv.reference.device import device
 from sglang_unified_kv.reference.plugin import ENV
 
 # Read when torch is loaded. OpenMP threads that spin at barriers run 20 times slower as soon as two
 # processes share the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-DEVICE_ENV = "SGLANG_UNIFIED_KV_REFERENCE_DEVICE"
-
-
-def _device() -> str:
-    """Device of the engines; for a GPU, SGLang is told that there is no CUDA.
-
-    It would ask for sgl_kernel and the kernels of CUDA attention backends otherwise; tensors, streams and
-    pinned memory are torch's and do not ask.
-
-    Raises:
-        ValueError: neither cpu nor cuda is asked for.
-        RuntimeError: SGLang has already looked for CUDA.
-    """
-    device = os.environ.get(DEVICE_ENV, "cpu")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"{DEVICE_ENV}={device!r}: must be cpu or cuda")
-    if device == "cuda":
-        if "sglang.srt.utils.common" in sys.modules:
-            raise RuntimeError(
-                f"{DEVICE_ENV}=cuda: import {__name__} before anything of sglang.srt"
-            )
-        import torch
-
-        torch.version.cuda = None
-    return device
-
 
 HICACHE = {
     "enable_hierarchical_cache": True,
@@ -70,11 +43,11 @@ HICACHE = {
 }
 
 DEFAULTS = {
-    "device": _device(),
+    "device": device(),
     "page_size": 256,
     "skip_tokenizer_init": True,
     # On the CPU there are none.
-    "disable_cuda_graph": _device() == "cuda",
+    "disable_cuda_graph": device() == "cuda",
     "disable_overlap_schedule": True,
     "max_running_requests": 4,
     # Without it the pool takes most of the machine's memory.

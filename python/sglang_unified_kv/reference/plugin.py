@@ -60,7 +60,7 @@ def _activate() -> list[str]:
     if reasons:
         return reasons
 
-    from sglang_unified_kv.edit import EditError
+    from sglang_unified_kv.hooking.series import EditError
     from sglang_unified_kv.reference import upstream_kernels
     from sglang_unified_kv.reference.edits import SERIES
     from sglang_unified_kv.reference.ops import arithmetic

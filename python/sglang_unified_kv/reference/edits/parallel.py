@@ -42,16 +42,16 @@ def memcpy(dst, src, dim, offset, sz, offset_src):
 @SERIES.wrap(
     "sglang.srt.distributed.parallel_state:_group_coordinator_device",
     feature=FEATURE,
-    why="the CPU wherever SGLang sees no CUDA, as for an engine on a GPU (harness.py)",
+    why="the CPU wherever SGLang sees no CUDA, as for an engine on a GPU (device.py)",
     params="local_rank",
     fingerprint="c818f168474cced2",
 )
 def device_of_the_engine(original, local_rank):
     import torch
 
-    from sglang_unified_kv.reference.harness import DEFAULTS
+    from sglang_unified_kv.reference.device import asked
 
-    if DEFAULTS["device"] == "cuda":
+    if asked() == "cuda":
         return torch.device("cuda", local_rank)
     return original(local_rank)
 

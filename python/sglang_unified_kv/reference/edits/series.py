@@ -1,6 +1,6 @@
 """The series that the modules of this package declare their edits in."""
 
-from sglang_unified_kv.edit import Series
+from sglang_unified_kv.hooking.series import Series
 
 SERIES = Series("sglang_unified_kv_reference")
 FEATURE = "reference engine"
