@@ -143,6 +143,7 @@ def test_whatever_free_rows_hold(engine, manager, stock, value):
         assert answer(ask(engine, ids)) == stock(ids)[0]
 
 
+@pytest.mark.slow
 def test_extra_keys_and_salts_through_storage(engine, manager, stock):
     (cold,) = stock(NAMED)
     names = [{}, {"extra_key": "a"}, {"extra_key": "b"}, {"cache_salt": "a"}]

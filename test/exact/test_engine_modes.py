@@ -112,6 +112,7 @@ def test_each_switch_engages_where_its_condition_holds(make_engine):
             assert engine.tree.checkpoints is not None
 
 
+@pytest.mark.slow
 def test_an_id_used_again_after_an_abort_is_another_request(make_engine, monkeypatch):
     """The engine finishes the aborted one while the other runs: their captures must not meet."""
     first, second = prompt(11, 766), prompt(12, 1000)
@@ -121,7 +122,7 @@ def test_an_id_used_again_after_an_abort_is_another_request(make_engine, monkeyp
         cold = Recorder(built).cold(whole)
         other = Recorder(built).cold(second)
     with make_engine(chunked_prefill_size=2048, disable_overlap_schedule=False) as built:
-        for steps in (1, 3):
+        for steps in (1, 3, 5):
             built.flush()
             built.submit(first, 60, rid="x")
             for _ in range(steps):

@@ -16,9 +16,8 @@ def engine(make_engine):
         yield built
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 4, 6))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 2, 4, 6])
 def test_hits_are_as_long_as_the_simulator_says_while_pages_go(engine, seed):
     engine.flush()
     store = engine.tree.checkpoints.store

@@ -8,7 +8,7 @@ from rank_pair import rank_pair
 from storage_folder import pages, records
 from uneven_ranks import TOGETHER, Arrival, options_of, serve
 
-FEW = [[Arrival(0, 1, 700), Arrival(1, 2, 560), Arrival(1, 3, 300, 30)], [Arrival(7, 4, 800)]]
+FEW = [[Arrival(0, 1, 700), Arrival(1, 2, 300, 24)], [Arrival(5, 3, 560)]]
 
 
 def alone(arrivals):

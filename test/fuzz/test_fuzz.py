@@ -37,11 +37,7 @@ NEEDED = {
 }
 MOST_ROUNDS = 3
 MOST_BRIEF_ROUNDS = 6
-BRIEF = [
-    s
-    for s in fuzz.SETUPS
-    if s.features in (("speculation", "overlap"), ("mixed chunk", "priority"))
-]
+BRIEF = [s for s in fuzz.SETUPS if s.features == ("speculation", "overlap")]
 
 
 def test_random_workloads_resume_exactly(make_engine, next_n_path):

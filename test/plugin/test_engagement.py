@@ -166,6 +166,7 @@ def register():
 """
 
 
+@pytest.mark.slow
 def test_failure_in_a_child_process_ends_the_server(forks, model, plugin_dist):
     ended = forks.run(
         LAUNCH,

@@ -69,7 +69,7 @@ def record_cold(make_engine):
 @pytest.mark.parametrize(
     ("length", "chunk"),
     [
-        (700, 256),
+        pytest.param(700, 256, marks=pytest.mark.slow),
         pytest.param(700, 512, marks=pytest.mark.slow),
         (2700, 2048),
         pytest.param(2700, 256, marks=pytest.mark.slow),
