@@ -114,9 +114,9 @@ def test_every_name_that_code_and_scripts_read_is_known():
     root = Path(__file__).parents[2]
     files = [f for top in ("python", "scripts") for f in (root / top).rglob("*") if f.is_file()]
     text = "".join(file.read_text() for file in files if file.suffix in ("", ".py"))
-    names = set(re.findall(r"SGLANG_UNIFIED_KV_[A-Z_]*[A-Z]", text))
-    assert {"SGLANG_UNIFIED_KV_REFERENCE_DEVICE", "SGLANG_UNIFIED_KV_NIGHTLY_MODEL"} <= names
-    assert names.unknown_variables(dict.fromkeys(names, "1")) == []
+    read = set(re.findall(r"SGLANG_UNIFIED_KV_[A-Z_]*[A-Z]", text))
+    assert {"SGLANG_UNIFIED_KV_REFERENCE_DEVICE", "SGLANG_UNIFIED_KV_NIGHTLY_MODEL"} <= read
+    assert names.unknown_variables(dict.fromkeys(read, "1")) == []
     (said,) = names.unknown_variables({"SGLANG_UNIFIED_KV_REFERENCE_ENGIN": "1"})
     assert said.startswith("SGLANG_UNIFIED_KV_REFERENCE_ENGIN='1': there is no such variable")
 
