@@ -1,4 +1,4 @@
-"""With no feature asked for: nothing of ours but the entry module and its names, nothing of SGLang touched."""
+"""With no feature asked for: nothing of ours but the entry module and its names, SGLang untouched."""
 
 from scripts import INERT, LOAD, ON
 
