@@ -1,6 +1,7 @@
 """Engagement with SGLang's real arguments, in the launching process and in a rank's scheduler."""
 
 import pytest
+
 from scripts import LOAD, ON
 
 SWITCH = "SGLANG_UNIFIED_KV_BIT_EXACT_HICACHE"
