@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from sglang_unified_kv.reference import harness
+from sglang_unified_kv.reference.device import DEVICE_ENV
 
 os.environ["SGLANG_UNIFIED_KV_HISPARSE"] = "1"
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("exact", "hisparse")]
@@ -13,7 +14,7 @@ sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("exact", "hi
 
 def pytest_collection_modifyitems(items):
     here = Path(__file__).parent
-    skip = pytest.mark.skip(reason=f"needs a GPU: scripts/test_gpu, or {harness.DEVICE_ENV}=cuda")
+    skip = pytest.mark.skip(reason=f"needs a GPU: scripts/test_gpu, or {DEVICE_ENV}=cuda")
     for item in items:
         if here in item.path.parents and harness.DEFAULTS["device"] != "cuda":
             item.add_marker(skip)

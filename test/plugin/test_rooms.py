@@ -37,7 +37,9 @@ ALLOWED = {
     "nightly": {"cli", "plan", "reference"} | BASE,
 }
 """Room -> rooms that it may import."""
-WITHOUT_SGLANG = {"checkpoint", "placement", "ring", "hisparse", "kernels", "engage"} | BASE - {"hooking"}
+WITHOUT_SGLANG = {"checkpoint", "placement", "ring", "hisparse", "kernels", "engage"} | BASE - {
+    "hooking"
+}
 """Rooms that import nothing of SGLang."""
 
 

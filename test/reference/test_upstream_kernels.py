@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.moe import fused_moe_native
-from sglang_unified_kv.reference import harness, upstream_kernels
+from sglang_unified_kv.reference import upstream_kernels
+from sglang_unified_kv.reference.device import DEVICE_ENV
 from sglang_unified_kv.reference.ops import attention, experts
 from sglang_unified_kv.reference.ops.invariant_torch import RANGE, InvariantTorch, plain_torch
 from test_selection import LOAD
@@ -57,7 +58,7 @@ def test_an_unknown_kind_in_the_environment_ends_the_start(forks):
     ],
 )
 def test_a_device_that_cannot_be_had_is_said(forks, code, device, message):
-    result = forks.run(code, {harness.DEVICE_ENV: device})
+    result = forks.run(code, {DEVICE_ENV: device})
     assert result.rc == 1 and message in result.stderr
 
 
