@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 import uvicorn
@@ -53,6 +54,8 @@ def test_a_verdict_needs_hits_and_a_cold_first_run():
 
 def test_requests_are_counted_before_they_are_sent():
     assert requests_of(Plan(tails=(1, 2), churn=10, rounds=3)) == 28
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    assert f"`check` sends {requests_of(Plan()):,} requests unless told otherwise" in page
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from storage_folder import pages, records
 from uneven_ranks import TOGETHER, Arrival, options_of, serve
 
 FEW = [[Arrival(0, 1, 700), Arrival(1, 2, 300, 24)], [Arrival(5, 3, 560)]]
+MORE = [[Arrival(0, 1, 700), Arrival(1, 2, 560), Arrival(1, 3, 300, 30)], [Arrival(7, 4, 800)]]
 
 
 def alone(arrivals):
@@ -85,16 +86,19 @@ def phases(steps):
 
 
 @pytest.mark.parametrize(
-    "env, overlap, drafts",
+    "arrivals, env, overlap, drafts",
     [
-        pytest.param(TOGETHER, True, True, id="prefill beside decode"),
-        pytest.param({}, True, True, id="as launched", marks=pytest.mark.slow),
-        pytest.param(TOGETHER, False, True, id="no overlap", marks=pytest.mark.slow),
-        pytest.param({}, True, False, id="no drafts", marks=pytest.mark.slow),
+        pytest.param(FEW, TOGETHER, True, True, id="prefill beside decode"),
+        pytest.param(MORE, TOGETHER, True, True, id="more", marks=pytest.mark.slow),
+        pytest.param(MORE, {}, True, True, id="as launched", marks=pytest.mark.slow),
+        pytest.param(MORE, TOGETHER, False, True, id="no overlap", marks=pytest.mark.slow),
+        pytest.param(MORE, {}, True, False, id="no drafts", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_under_unequal_load_answer_as_cold(next_n_path, tmp_path, env, overlap, drafts):
-    steps = run(next_n_path, tmp_path, FEW, options_of(2, overlap, drafts), env)
+def test_two_ranks_under_unequal_load_answer_as_cold(
+    next_n_path, tmp_path, arrivals, env, overlap, drafts
+):
+    steps = run(next_n_path, tmp_path, arrivals, options_of(2, overlap, drafts), env)
     assert {("decode", "idle"), ("extend", "idle")} <= phases(steps)
     # Without drafts SGLang lets them meet.
     assert (("decode", "extend") in phases(steps)) == (bool(env) or not drafts)

@@ -83,7 +83,7 @@ def check_conversation(engine, sizes, talk):
     """The turns of one conversation leave its pages and checkpoints, with every policy."""
     host, manager = engine.tree.cache_controller.mem_pool_host, engine.tree.checkpoints
     before, weighed = manager.placement, manager.store.weighed
-    for name in ("grid", "sparse"):
+    for name in ("grid", "tails", "sparse"):
         policy = policy_of(name, page_size=PAGE, spare=1 + sizes.pairs)
         manager.placement, manager.store.weighed = Placement(policy, manager.store), policy.weighed
         said = prompt(7, talk.prompt)

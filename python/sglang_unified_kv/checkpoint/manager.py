@@ -187,7 +187,7 @@ class CheckpointManager:
 
     def resume(self) -> None:
         """Nothing of the weights before is left: forget every checkpoint, and reuse and publish again."""
-        assert self.suspended_by is None, self.suspended_by
+        assert self.suspended and self.suspended_by is None, self.suspended_by
         self.reset()
         self.suspended = False
 

@@ -22,6 +22,7 @@ from ..config import (
     Settings,
     load_settings,
 )
+from ..names import requested
 from ..plan.capacity import (
     GB,
     Machine,
@@ -198,11 +199,7 @@ def plan(
 def _planner(flags: list[str]):
     """SGLang's sizer for these flags, in the state of a rank on ROCm; with the settings, and the flags."""
     os.environ["SGLANG_UNIFIED_KV_REFERENCE_ENGINE"] = "1"
-    asked = load_settings()
-    none_on = not (
-        asked.bit_exact_hicache or asked.bit_exact_radix or asked.ring_fixes or asked.hisparse
-    )
-    for switch in PRODUCT_SWITCHES if none_on else ():
+    for switch in () if requested(os.environ) else PRODUCT_SWITCHES:
         if not os.environ.get(switch):
             os.environ[switch] = "1"
             # Nobody asked for it, so nobody misses it where the flags leave it without effect.

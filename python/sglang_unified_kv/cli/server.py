@@ -133,7 +133,7 @@ class ServerProcess:
             self.check()
             if time.monotonic() >= deadline:
                 raise ServerFailed(f"the server was not healthy within {timeout_s:.0f} s")
-            time.sleep(0.1)
+            time.sleep(0.25)
 
     def tail(self, lines: int = 40) -> str:
         """Last lines of the log."""

@@ -7,8 +7,8 @@
 - ``hisparse``: HiSparse on the unified pool;
 - ``report``: attestation and metrics.
 
-Each room is imported in the order of its edits' application, and so are the rooms here. Importing
-declares the edits; nothing is touched before ``Series.apply()``.
+Importing declares the edits, and they are applied in the order of the imports, here and in each room.
+Nothing is touched before ``Series.apply()``.
 """
 
 from . import launch, exact, ring, hisparse, report  # noqa: F401, I001
